@@ -1,0 +1,241 @@
+"""The collectives on an explicit group, and the four autograd functions that tensor parallelism is made of.
+
+Every function treats None (a group of one) as nothing to do. torch itself reads a missing group as the whole world, so
+only this module, the pipeline's point-to-point and the mesh call torch.distributed; a test holds that.
+
+The conjugate pairs (Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.2.2, for the two with a sequence dim):
+
+    function             forward                backward               paper's name
+    copy_to              identity               all_reduce             f
+    reduce_from          all_reduce             identity               g
+    gather_sequence      all_gather(seq)        reduce_scatter(seq)    g
+    scatter_sequence     reduce_scatter(seq)    all_gather(seq)        g bar
+
+In-place functions end in an underscore. All are called by every member of the group, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallax.mesh import Group, size_of
+
+
+class Pending(Protocol):
+    """A communication in flight."""
+
+    def wait(self) -> Any:
+        """Return when the result may be used by what is computed next."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class _CopyBack:
+    """A reduction that runs on a contiguous stand-in of a strided tensor."""
+
+    def __init__(self, work: Any, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.work, self.stand_in, self.tensor = work, stand_in, tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor.copy_(self.stand_in)
+
+
+DONE: Pending = _Done()
+
+
+def _process_group(group: Group) -> dist.ProcessGroup:
+    assert group.process_group is not None, f"{group} was planned without processes and cannot communicate"
+    return group.process_group
+
+
+def all_reduce_start(tensor: torch.Tensor, group: Group | None, op: str = "sum") -> Pending:
+    """Begin to sum (or `op="max"`, "min") `tensor` over the group in place; it may be read after `.wait()`."""
+    if group is None:
+        return DONE
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    # A strided tensor handed to a backend has been dropped silently before (Megatron-LM pull request 5338).
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    work = dist.all_reduce(dense, op=operation, group=_process_group(group), async_op=True)
+    return work if dense is tensor else _CopyBack(work, dense, tensor)
+
+
+def all_reduce_(tensor: torch.Tensor, group: Group | None, op: str = "sum") -> torch.Tensor:
+    """Sum (or `op="max"`, "min") `tensor` over the group in place and return it."""
+    all_reduce_start(tensor, group, op).wait()
+    return tensor
+
+
+def all_gather_start(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+    """Begin to gather `tensor` `[...]` of every rank into a new `[ranks, ...]`."""
+    dense = tensor.contiguous()
+    result = torch.empty((group.size, *dense.shape), dtype=dense.dtype, device=dense.device)
+    work = dist.all_gather_into_tensor(result, dense, group=_process_group(group), async_op=True)
+    return result, work
+
+
+def all_gather(tensor: torch.Tensor, group: Group | None, dim: int = 0) -> torch.Tensor:
+    """Return the ranks' tensors concatenated along `dim`."""
+    if group is None:
+        return tensor
+    result, work = all_gather_start(tensor, group)
+    work.wait()
+    return join_ranks(result, dim)
+
+
+def join_ranks(gathered: torch.Tensor, dim: int) -> torch.Tensor:
+    """Turn `[ranks, ..., n, ...]` into `[..., ranks * n, ...]` along `dim`; a copy unless `dim` is outermost."""
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def split_ranks(tensor: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """Turn `[..., ranks * n, ...]` along `dim` into a contiguous `[ranks, ..., n, ...]`; inverse of `join_ranks`."""
+    return tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+
+
+class _Scattered:
+    """A reduce_scatter made of an all_reduce, which gloo does faster than its own reduce_scatter (docs/benchmarks.md)."""
+
+    def __init__(self, work: Any, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
+        self.work, self.whole, self.part, self.rank = work, whole, part, rank
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.part.copy_(self.whole[self.rank])
+
+
+def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[torch.Tensor, Pending]:
+    """Begin to sum `tensor` over the group; return this rank's part along `dim`, valid after `.wait()`."""
+    assert tensor.shape[dim] % group.size == 0, f"dim {dim} of {tuple(tensor.shape)} does not split over {group}"
+    parts = split_ranks(tensor, group.size, dim)
+    part = torch.empty_like(parts[0])
+    if tensor.is_cuda:
+        work = dist.reduce_scatter_tensor(part, parts, group=_process_group(group), async_op=True)
+        return part, work
+    if parts.data_ptr() == tensor.data_ptr():
+        parts = parts.clone()
+    work = dist.all_reduce(parts, group=_process_group(group), async_op=True)
+    return part, _Scattered(work, parts, part, group.rank)
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group | None, dim: int = 0) -> torch.Tensor:
+    """Return this rank's part along `dim` of the sum of the ranks' tensors."""
+    if group is None:
+        return tensor
+    part, work = reduce_scatter_start(tensor, group, dim)
+    work.wait()
+    return part
+
+
+def all_gather_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
+    """Begin to fill flat `whole` in place: rank r's r-th equal slice is sent to all others."""
+    if group is None:
+        return DONE
+    part = whole.view(group.size, -1)[group.rank]
+    # The backends do not promise to allow an input that lies inside the output.
+    return dist.all_gather_into_tensor(whole, part.clone(), group=_process_group(group), async_op=True)
+
+
+def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:
+    """Overwrite `tensor` with that of the group's rank `source` and return it."""
+    if group is not None:
+        dist.broadcast(tensor, src=group.ranks[source], group=_process_group(group))
+    return tensor
+
+
+def barrier(group: Group | None) -> None:
+    """Return when every member has arrived."""
+    if group is not None:
+        dist.barrier(group=_process_group(group))
+
+
+def gather_json(value: Any, group: Group | None, device: torch.device | None = None) -> list[Any]:
+    """Return every member's `value`, in rank order, as JSON can carry it."""
+    if group is None:
+        return [value]
+    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device or "cpu")
+    lengths = all_gather(torch.tensor([len(encoded)], device=encoded.device), group).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=encoded.device)
+    padded[: len(encoded)] = encoded
+    rows, work = all_gather_start(padded, group)
+    work.wait()
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows.cpu(), lengths, strict=True)]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce_(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
+def copy_to(tensor: torch.Tensor, group: Group | None) -> torch.Tensor:
+    """Enter a tensor-parallel region: identity forward, sum of the gradients over the group backward."""
+    return tensor if group is None else _CopyTo.apply(tensor, group)
+
+
+def reduce_from(tensor: torch.Tensor, group: Group | None) -> torch.Tensor:
+    """Leave a tensor-parallel region: sum over the group forward, identity backward."""
+    return tensor if group is None else _ReduceFrom.apply(tensor, group)
+
+
+def gather_sequence(tensor: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
+    """Enter a tensor-parallel region from a sequence-sharded one: `[batch, seq/tp, ...]` to `[batch, seq, ...]`."""
+    return tensor if group is None else _GatherSequence.apply(tensor, group, dim)
+
+
+def scatter_sequence(tensor: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
+    """Leave a tensor-parallel region into a sequence-sharded one: sum, and keep `[batch, seq/tp, ...]`."""
+    return tensor if group is None else _ScatterSequence.apply(tensor, group, dim)
+
+
+def same_on_all(tensor: torch.Tensor, group: Group | None) -> bool:
+    """Whether `tensor` is bitwise the same on every member; for checks and tests."""
+    if size_of(group) == 1:
+        return True
+    rows = all_gather(tensor.detach().reshape(1, -1), group)
+    return bool((rows == rows[:1]).all())

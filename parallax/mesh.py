@@ -1,0 +1,213 @@
+"""Where each rank stands: Layout is pure numbers, Mesh adds the communication groups.
+
+Ranks form a grid with named axes, tp varying fastest, so that the traffic that needs the fastest links stays in a node:
+
+    global_rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+
+    pp   pipeline parallel: slices of layers       used by the pipeline executor
+    dp   data parallel: other rows of the batch    used by the gradient buckets and ZeRO
+    tp   tensor parallel: slices of each matrix    used by the parallel layers
+
+A parameter may be held by several ranks for other reasons than dp: replicated over tp, KV heads shared by neighbours in
+tp, tied embeddings on the first and the last stage. `Replicas` names such a set of holders, and `Mesh.holders` gives its
+group: one notion for gradient sums, ZeRO sharding and counting a parameter once in the gradient norm.
+
+An axis of size 1 has no group: None means "not parallel" to every layer and collective, and one process without a
+launcher is a mesh of size 1 with no process group at all. Nothing here is global: main creates the mesh and passes it.
+torch is imported only when a mesh is made, so that option parsing stays fast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+AXES = ("pp", "dp", "tp")  # slowest varying first
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes, and the arithmetic between global ranks and positions along them."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def coordinates(self, global_rank: int) -> dict[str, int]:
+        """Return the rank along each axis of `global_rank`."""
+        assert 0 <= global_rank < self.world_size, (global_rank, self)
+        result = {}
+        for axis in reversed(AXES):
+            global_rank, result[axis] = divmod(global_rank, getattr(self, axis))
+        return result
+
+    def global_rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+        """Return the global rank at the given position."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def ranks_along(self, axes: Iterable[str], global_rank: int) -> tuple[int, ...]:
+        """Return, in ascending order, the ranks that differ from `global_rank` at most along `axes`."""
+        axes = set(axes)
+        here = self.coordinates(global_rank)
+        span = {axis: range(getattr(self, axis)) if axis in axes else (here[axis],) for axis in AXES}
+        return tuple(self.global_rank(pp, dp, tp) for pp in span["pp"] for dp in span["dp"] for tp in span["tp"])
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Which ranks hold a copy of a parameter, beyond its dp replicas.
+
+    tp: number of neighbouring tp ranks that hold the same values (1: the parameter is sharded or tp is 1; the tp size:
+        replicated everywhere; between: KV heads shared by tp / num_key_value_heads ranks).
+    stages: pipeline ranks that hold it as well, when it lives on several (tied embeddings); empty: only its own stage.
+    """
+
+    tp: int = 1
+    stages: tuple[int, ...] = ()
+
+    def ranks(self, layout: Layout, global_rank: int) -> tuple[int, ...]:
+        """Return all holders, ascending, of a parameter that `global_rank` holds."""
+        here = layout.coordinates(global_rank)
+        first = here["tp"] - here["tp"] % self.tp
+        stages = self.stages or (here["pp"],)
+        assert here["pp"] in stages, f"pipeline rank {here['pp']} holds a parameter said to live on {stages}"
+        return tuple(
+            layout.global_rank(pp, dp, tp)
+            for pp in sorted(set(stages))
+            for dp in range(layout.dp)
+            for tp in range(first, first + self.tp)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some ranks that communicate: the value that layers and collectives take.
+
+    `rank` is this process's position in `ranks`. `process_group` is None in a plan made without processes; such a group
+    gives sizes and positions, and refuses to communicate.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, rank {self.rank} of {self.size}, global ranks {list(self.ranks)})"
+
+
+def size_of(group: Group | None) -> int:
+    """Return the number of ranks in `group`; None is the group of this process alone."""
+    return 1 if group is None else group.size
+
+
+def rank_of(group: Group | None) -> int:
+    """Return this process's position in `group`; 0 for None."""
+    return 0 if group is None else group.rank
+
+
+@dataclass(eq=False)
+class Mesh:
+    """The layout seen from one rank, with a group per axis; a value that main creates and passes on."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    connected: bool = False  # whether there are processes behind the groups
+    groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        here = self.layout.coordinates(self.rank)
+        self.tp_rank, self.pp_rank, self.dp_rank = here["tp"], here["pp"], here["dp"]
+        # The same order on every rank: creating a group is collective among its members.
+        self.world = self._group("world", tuple(range(self.layout.world_size)))
+        self.pp = self._group("pp", self.layout.ranks_along(["pp"], self.rank))
+        self.dp = self._group("dp", self.layout.ranks_along(["dp"], self.rank))
+        self.tp = self._group("tp", self.layout.ranks_along(["tp"], self.rank))
+
+    def holders(self, replicas: Iterable[Replicas]) -> dict[Replicas, Group | None]:
+        """Return the group of all holders, dp included, for each kind of replication on this rank.
+
+        Collective among the holders: every rank calls it once, with the kinds that its own parameters have.
+        """
+        wanted = {kind: kind.ranks(self.layout, self.rank) for kind in replicas}
+        result: dict[Replicas, Group | None] = {}
+        # Sorted by the ranks themselves, two ranks that share several groups create them in the same order.
+        for kind, ranks in sorted(wanted.items(), key=lambda item: item[1]):
+            result[kind] = self._group(f"holders(tp={kind.tp}, stages={list(kind.stages)})", ranks)
+        return result
+
+    def _group(self, name: str, ranks: tuple[int, ...]) -> Group | None:
+        if len(ranks) == 1:
+            return None
+        if ranks not in self.groups:
+            process_group = self._process_group(ranks) if self.connected else None
+            self.groups[ranks] = Group(name, ranks, ranks.index(self.rank), process_group)
+        return self.groups[ranks]
+
+    def _process_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        import torch.distributed as dist
+
+        if len(ranks) == self.layout.world_size:
+            return dist.group.WORLD
+        # Only the members meet, so that a mesh of thousands of ranks does not create every other rank's groups.
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def plan_mesh(layout: Layout, rank: int) -> Mesh:
+    """Return the mesh as `rank` would see it, with no process behind it: names, shapes and partition only."""
+    import torch
+
+    return Mesh(layout, rank, torch.device("meta"))
+
+
+@contextmanager
+def connect(layout: Layout, timeout_seconds: float = 600.0) -> Iterator[Mesh]:
+    """Join the launcher's other processes and yield the mesh; leave them at the end.
+
+    Uses NCCL on one GPU per process where there are GPUs, gloo otherwise. Without a launcher (no WORLD_SIZE in the
+    environment, or 1) the mesh has size 1 and no process group is created.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    assert world_size == layout.world_size, (
+        f"{layout} needs {layout.world_size} processes, the launcher started {world_size}"
+    )
+    use_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpu else torch.device("cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        yield Mesh(layout, 0, device)
+        return
+    if dist.is_initialized():
+        yield Mesh(layout, rank, device, connected=True)
+        return
+    dist.init_process_group(
+        "nccl" if use_gpu else "gloo",
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if use_gpu else None,
+    )
+    try:
+        yield Mesh(layout, rank, device, connected=True)
+    finally:
+        dist.destroy_process_group()
