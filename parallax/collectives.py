@@ -25,6 +25,10 @@ import torch.distributed as dist
 
 from parallax.mesh import Group, size_of
 
+# torch 2.13 renamed these two; 2.9 to 2.12 know only the old names.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending(Protocol):
     """A communication in flight."""
@@ -78,7 +82,7 @@ def all_gather_start(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
     """Begin to gather `tensor` `[...]` of every rank into a new `[ranks, ...]`."""
     dense = tensor.contiguous()
     result = torch.empty((group.size, *dense.shape), dtype=dense.dtype, device=dense.device)
-    work = dist.all_gather_into_tensor(result, dense, group=_process_group(group), async_op=True)
+    work = _all_gather_flat(result.view(-1), dense.view(-1), group=_process_group(group), async_op=True)
     return result, work
 
 
@@ -102,7 +106,7 @@ def split_ranks(tensor: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
 
 
 class _Scattered:
-    """A reduce_scatter made of an all_reduce, which gloo does faster than its own reduce_scatter (docs/benchmarks.md)."""
+    """A reduce_scatter made of an all_reduce, which on gloo is the faster one (docs/benchmarks.md)."""
 
     def __init__(self, work: Any, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
         self.work, self.whole, self.part, self.rank = work, whole, part, rank
@@ -118,7 +122,7 @@ def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[
     parts = split_ranks(tensor, group.size, dim)
     part = torch.empty_like(parts[0])
     if tensor.is_cuda:
-        work = dist.reduce_scatter_tensor(part, parts, group=_process_group(group), async_op=True)
+        work = _reduce_scatter_flat(part.view(-1), parts.view(-1), group=_process_group(group), async_op=True)
         return part, work
     if parts.data_ptr() == tensor.data_ptr():
         parts = parts.clone()
@@ -141,7 +145,7 @@ def all_gather_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
         return DONE
     part = whole.view(group.size, -1)[group.rank]
     # The backends do not promise to allow an input that lies inside the output.
-    return dist.all_gather_into_tensor(whole, part.clone(), group=_process_group(group), async_op=True)
+    return _all_gather_flat(whole, part.clone(), group=_process_group(group), async_op=True)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:

@@ -8,9 +8,9 @@ Ranks form a grid with named axes, tp varying fastest, so that the traffic that 
     dp   data parallel: other rows of the batch    used by the gradient buckets and ZeRO
     tp   tensor parallel: slices of each matrix    used by the parallel layers
 
-A parameter may be held by several ranks for other reasons than dp: replicated over tp, KV heads shared by neighbours in
-tp, tied embeddings on the first and the last stage. `Replicas` names such a set of holders, and `Mesh.holders` gives its
-group: one notion for gradient sums, ZeRO sharding and counting a parameter once in the gradient norm.
+A parameter may be held by several ranks for other reasons than dp: replicated over tp, KV heads shared by neighbours
+in tp, tied embeddings on the first and the last stage. `Replicas` names such a set of holders, and `Mesh.holders` gives
+its group: one notion for gradient sums, ZeRO sharding and counting a parameter once in the gradient norm.
 
 An axis of size 1 has no group: None means "not parallel" to every layer and collective, and one process without a
 launcher is a mesh of size 1 with no process group at all. Nothing here is global: main creates the mesh and passes it.
@@ -135,39 +135,58 @@ class Mesh:
     def __post_init__(self) -> None:
         here = self.layout.coordinates(self.rank)
         self.tp_rank, self.pp_rank, self.dp_rank = here["tp"], here["pp"], here["dp"]
-        # The same order on every rank: creating a group is collective among its members.
-        self.world = self._group("world", tuple(range(self.layout.world_size)))
-        self.pp = self._group("pp", self.layout.ranks_along(["pp"], self.rank))
-        self.dp = self._group("dp", self.layout.ranks_along(["dp"], self.rank))
-        self.tp = self._group("tp", self.layout.ranks_along(["tp"], self.rank))
+        # The same order on every rank: every process takes part in the creation of every group.
+        self.world = self._group("world", [tuple(range(self.layout.world_size))])
+        self.pp, self.dp, self.tp = (
+            self._group(axis, [self.layout.ranks_along([axis], rank) for rank in range(self.layout.world_size)])
+            for axis in ("pp", "dp", "tp")
+        )
 
     def holders(self, replicas: Iterable[Replicas]) -> dict[Replicas, Group | None]:
         """Return the group of all holders, dp included, for each kind of replication on this rank.
 
-        Collective among the holders: every rank calls it once, with the kinds that its own parameters have.
+        Called once by every rank of the world, with the kinds that its own parameters have.
         """
-        wanted = {kind: kind.ranks(self.layout, self.rank) for kind in replicas}
+        from parallax.collectives import gather_json
+
+        mine = set(replicas)
+        rows = gather_json([[kind.tp, list(kind.stages)] for kind in mine], self._communicating_world(), self.device)
+        kinds = sorted({(tp, tuple(stages)) for row in rows for tp, stages in row})
         result: dict[Replicas, Group | None] = {}
-        # Sorted by the ranks themselves, two ranks that share several groups create them in the same order.
-        for kind, ranks in sorted(wanted.items(), key=lambda item: item[1]):
-            result[kind] = self._group(f"holders(tp={kind.tp}, stages={list(kind.stages)})", ranks)
+        for kind in (Replicas(tp, stages) for tp, stages in kinds):
+            everywhere = [
+                kind.ranks(self.layout, rank)
+                for rank in range(self.layout.world_size)
+                if not kind.stages or self.layout.coordinates(rank)["pp"] in kind.stages
+            ]
+            group = self._group(f"holders(tp={kind.tp}, stages={list(kind.stages)})", everywhere)
+            if kind in mine:
+                result[kind] = group
         return result
 
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group | None:
-        if len(ranks) == 1:
-            return None
-        if ranks not in self.groups:
-            process_group = self._process_group(ranks) if self.connected else None
-            self.groups[ranks] = Group(name, ranks, ranks.index(self.rank), process_group)
-        return self.groups[ranks]
+    def _communicating_world(self) -> Group | None:
+        return self.world if self.connected else None
+
+    def _group(self, name: str, partition: Iterable[tuple[int, ...]]) -> Group | None:
+        """Create every set of ranks in `partition` that does not exist yet; return the one that this rank is in."""
+        mine = None
+        for ranks in sorted(set(partition)):
+            if len(ranks) == 1:
+                continue
+            if ranks not in self.groups:
+                process_group = self._process_group(ranks) if self.connected else None
+                position = ranks.index(self.rank) if self.rank in ranks else -1
+                self.groups[ranks] = Group(name, ranks, position, process_group)
+            if self.rank in ranks:
+                mine = self.groups[ranks]
+        return mine
 
     def _process_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         import torch.distributed as dist
 
         if len(ranks) == self.layout.world_size:
             return dist.group.WORLD
-        # Only the members meet, so that a mesh of thousands of ranks does not create every other rank's groups.
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return dist.new_group(list(ranks))
 
 
 def plan_mesh(layout: Layout, rank: int) -> Mesh:

@@ -1,1 +1,1 @@
-"""Linear layers, embedding, loss and norms whose weights are split over the tp axis, and what is true of each parameter."""
+"""Linear layers, embedding, loss and norms split over the tp axis, and the record of what is true of each parameter."""

@@ -129,7 +129,7 @@ _BLOCK = 1 << 16
 
 
 def initial_values(name: str, facts: ParameterFacts, seed: int) -> np.ndarray:
-    """Return the fp32 initial values of the slice held here, a function of (seed, name, index in the full tensor) alone.
+    """Return the fp32 initial values of the slice held here, a function of (seed, name, index in the full tensor).
 
     The full tensor, read in row-major order, is cut into blocks, and block b is drawn by a counter-based generator
     (Salmon et al. 2011, Philox) whose key is a hash of seed and name and whose counter starts at b: any slice can be

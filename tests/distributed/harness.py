@@ -1,4 +1,4 @@
-"""Start real processes that talk over gloo, cheaply: torch is imported once, in a fork server, and each world is forked.
+"""Start real processes that talk over gloo, cheaply: a fork server imports torch once, and each world is forked.
 
     results = run_ranks(4, function, argument, ...)       # function(mesh, argument, ...) on every rank
 
