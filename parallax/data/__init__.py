@@ -1,0 +1,32 @@
+"""Text in, batches out: tokenizers, corpora, the token cache, and the deterministic order of samples.
+
+    files -> documents -> token ids, cached on disk -> windows of seq_len + 1 -> a shuffled order -> micro-batches
+
+Position i of the data order is a pure function of (seed, data, i), so no layout, no number of steps and no restart
+changes what a step sees. Everything except the batch loader works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "BatchLoader": "loader",
+    "DataOptions": "options",
+    "DataOrder": "order",
+    "PreparedData": "prepare",
+    "TokenDataset": "dataset",
+    "Tokenizer": "tokenizers",
+    "load_tokenizer": "tokenizers",
+    "prepare_data": "prepare",
+    "sample_index": "order",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
