@@ -1,0 +1,153 @@
+"""One pipeline stage of the decoder; the whole model is the single stage of a pipeline of length one.
+
+A stage holds the embedding if it is the first, a contiguous range of layers, and the final norm and the head if it is
+the last. Modules keep their global names (`model.layers.17.mlp.up_proj`), so that a parameter has one name in every
+layout. The tied head of a last stage that is not the first is a second copy of `model.embed_tokens` under its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parallax.mesh import Group, Replicas, rank_of, size_of
+from parallax.models.blocks import TransformerLayer, make_norm
+from parallax.models.config import DecoderConfig
+from parallax.models.rotary import RotaryEmbedding
+from parallax.tensor_parallel.facts import ParameterFacts, initialize, replicated, update_facts
+from parallax.tensor_parallel.linear import ColumnParallelLinear, column_parallel
+from parallax.tensor_parallel.vocabulary import VocabParallelEmbedding, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which part of the model a stage is: `layers` (global indices) of stage `index` out of `count`."""
+
+    layers: range
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions: add row p to token p of `[batch, seq(/tp), hidden]`."""
+
+    def __init__(self, length: int, hidden_size: int, *, tp: Group | None, sequence_parallel: bool, std: float) -> None:
+        super().__init__()
+        self.tp = tp if sequence_parallel else None
+        self.weight = nn.Parameter(torch.empty(length, hidden_size))
+        self.parameter_facts: dict[str, ParameterFacts] = {
+            "weight": replicated((length, hidden_size), tp, partial=sequence_parallel, std=std)
+        }
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = rank_of(self.tp) * hidden.shape[1]
+        return hidden + self.weight[first : first + hidden.shape[1]]
+
+
+class DecoderStage(nn.Module):
+    """Token ids `[batch, seq]` (first stage) or hidden `[batch, seq(/tp), hidden]` to hidden, or to logits (last stage).
+
+    Logits are `[batch, seq, padded_vocab/tp]`, this rank's columns.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        spec: StageSpec | None = None,
+        *,
+        tp: Group | None = None,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        config = config.resolved()
+        spec = spec or StageSpec(range(config.num_hidden_layers))
+        self.config, self.spec, self.tp = config, spec, tp
+        self.sequence_parallel = sequence_parallel and tp is not None
+        std = config.initializer_range
+        self.model = nn.Module()
+        tied_head = spec.is_last and config.tie_word_embeddings
+        if spec.is_first or tied_head:
+            self.model.embed_tokens = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, tp=tp, sequence_parallel=self.sequence_parallel, std=std
+            )
+            if config.tie_word_embeddings and spec.count > 1:
+                update_facts(self, "model.embed_tokens.weight", replicas=Replicas(stages=(0, spec.count - 1)))
+        if spec.is_first and config.positions == "learned":
+            self.model.embed_positions = PositionEmbedding(
+                config.max_position_embeddings,
+                config.hidden_size,
+                tp=tp,
+                sequence_parallel=self.sequence_parallel,
+                std=std,
+            )
+        rotary = RotaryEmbedding(config) if config.positions == "rotary" else None
+        self.model.layers = nn.ModuleDict(
+            {
+                str(index): TransformerLayer(
+                    config, tp=tp, sequence_parallel=self.sequence_parallel, rotary=rotary, recompute=recompute
+                )
+                for index in spec.layers
+            }
+        )
+        if spec.is_last:
+            self.model.norm = make_norm(config, tp, self.sequence_parallel)
+            self.lm_head = None if tied_head else self._make_head()
+
+    def _make_head(self) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            self.config.vocab_size,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            padded_out_features=padded_vocab_size(self.config.vocab_size, size_of(self.tp)),
+            std=self.config.initializer_range,
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        hidden = input
+        if self.spec.is_first:
+            hidden = self.model.embed_tokens(input)
+            if self.config.positions == "learned":
+                hidden = self.model.embed_positions(hidden)
+        for layer in self.model.layers.values():
+            hidden = layer(hidden)
+        if not self.spec.is_last:
+            return hidden
+        hidden = self.model.norm(hidden)
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        weight = self.model.embed_tokens.weight
+        return column_parallel(hidden, [weight], [None], self.tp, self.sequence_parallel)[0]
+
+
+def build_stage(
+    config: DecoderConfig,
+    spec: StageSpec,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: Group | None = None,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> DecoderStage:
+    """Return a stage on `device` with the initial weights of `seed`, in fp32 rounded to `dtype`.
+
+    Layers are shaped without memory first and filled by name, so that no layout ever holds more than its own share.
+    """
+    with torch.device("meta"):
+        stage = DecoderStage(config, spec, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
+    stage = stage.to_empty(device=device).to(dtype)
+    initialize(stage, seed)
+    return stage

@@ -1,0 +1,75 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split form of Hugging Face's models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallax.models.config import DecoderConfig
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotate pairs (x_i, x_{i + d/2}) by the angle of position and i; backward rotates the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(gradient, cos, -sin), None, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    half = first.shape[-1]
+    torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=result[..., half:]).addcmul_(first, sin)
+    return result
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotate `[batch, seq, heads, head_dim]` by its positions 0, 1, ..., seq - 1; holds no parameters.
+
+    The angles are computed in fp32 once per (length, device, dtype).
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, `[length, 1, head_dim/2]`."""
+        key = (length, device, dtype)
+        if key not in self._tables:
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            frequencies = inverse_frequencies(self.config).to(device)
+            angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).to(wide)
+            self._tables[key] = (angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
+        return self._tables[key]
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.tables(heads.shape[1], heads.device, heads.dtype)
+        return _Rotate.apply(heads, cos, sin)
+
+
+def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
+    """Return the angle per position of each pair, fp32 `[head_dim/2]`, with Llama 3.1's scaling where it is asked for."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if not config.rope_scaling:
+        return frequencies
+    scaling = {key: float(value) for key, value in config.rope_scaling}
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    # Long waves are stretched by the factor, short ones kept, those between blended (Llama Team 2024, the 3.1 models).
+    blend = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / factor + blend * frequencies

@@ -1,0 +1,256 @@
+"""Linear layers whose weight is split over the tp axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+
+    column:  Y_r = X W_r^T       W split by rows (outputs);   Y stays split, X is whole
+    row:     Y = sum_r X_r W_r^T W split by columns (inputs); X is split, Y is whole after an AllReduce
+
+A column-parallel layer followed by a row-parallel one needs one AllReduce forward (at the row's output) and one backward
+(at the column's input). With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) the region outside the
+pair is split along the sequence: the AllReduce becomes a ReduceScatter there and an AllGather at the column's input; the
+gathered input is not kept but gathered again in backward.
+
+Backward starts the communication of the input gradient, computes the weight gradient meanwhile, and then waits. Layers
+that read the same input (q, k, v; gate, up) go through one call of `column_parallel`, so they share its communication.
+
+A weight with a `gradient_sink` (data parallelism sets one) has its gradient product handed to the sink, which adds it to
+the flat main gradient in place; autograd then sees no gradient for it. Without a sink it behaves like any parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from parallax.collectives import (
+    all_gather,
+    all_gather_start,
+    all_reduce_,
+    all_reduce_start,
+    join_ranks,
+    reduce_scatter,
+    reduce_scatter_start,
+)
+from parallax.mesh import Group, size_of
+from parallax.tensor_parallel.facts import ParameterFacts, replicated, sharded
+
+SEQUENCE_DIM = 1  # of [batch, seq, hidden]
+
+
+class GradientSink(Protocol):
+    """Where a weight's gradient goes when it is not returned to autograd."""
+
+    def add_product(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
+        """Add `grad_output^T @ input`, of `[tokens, out]` and `[tokens, in]`, to the main gradient `[out, in]`."""
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _weight_gradient(sink: GradientSink | None, grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
+    if sink is None:
+        return grad_output.t() @ input
+    sink.add_product(grad_output, input)
+    return None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """[batch, seq(/tp), in] to one [batch, seq, out_i/tp] per weight; arguments: weights, then their biases."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, tp: Group | None, sequence_parallel: bool, *parameters: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
+        # Read from the parameters themselves: recomputation hands backward detached copies without attributes.
+        ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
+        ctx.save_for_backward(input, *weights)
+        whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, *weights = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            gathered, gathering = all_gather_start(input, ctx.tp)
+        grad_rows = [_rows(gradient) for gradient in grad_outputs]
+        grad_input, reducing = None, None
+        if ctx.needs_input_grad[0]:
+            total = grad_rows[0] @ weights[0]
+            for rows, weight in zip(grad_rows[1:], weights[1:], strict=True):
+                total.addmm_(rows, weight)
+            grad_input = total.view(*grad_outputs[0].shape[:-1], total.shape[-1])
+        if ctx.sequence_parallel:
+            gathering.wait()
+            input = join_ranks(gathered, SEQUENCE_DIM)
+            if grad_input is not None:
+                grad_input, reducing = reduce_scatter_start(grad_input, ctx.tp, SEQUENCE_DIM)
+        elif grad_input is not None:
+            reducing = all_reduce_start(grad_input, ctx.tp)
+        needs = ctx.needs_input_grad[3:]
+        input_rows = _rows(input)
+        grad_weights = [
+            _weight_gradient(sink, rows, input_rows) if need else None
+            for sink, rows, need in zip(ctx.sinks, grad_rows, needs, strict=False)
+        ]
+        grad_biases = [
+            rows.sum(0) if need else None for rows, need in zip(grad_rows, needs[len(weights) :], strict=True)
+        ]
+        if reducing is not None:
+            reducing.wait()
+        return grad_input, None, None, *grad_weights, *grad_biases
+
+
+class _RowParallel(torch.autograd.Function):
+    """[batch, seq, in/tp] to [batch, seq(/tp), out], summed over tp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, tp: Group | None, sequence_parallel: bool, weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
+        ctx.sink = getattr(weight, "gradient_sink", None)
+        ctx.save_for_backward(input, weight)
+        partial = F.linear(input, weight)
+        if ctx.sequence_parallel:
+            return reduce_scatter(partial, tp, SEQUENCE_DIM)
+        return all_reduce_(partial, tp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad_output = all_gather(grad_output, ctx.tp, SEQUENCE_DIM)
+        rows = _rows(grad_output)
+        grad_input = (rows @ weight).view(input.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(ctx.sink, rows, _rows(input)) if ctx.needs_input_grad[3] else None
+        return grad_input, None, None, grad_weight
+
+
+def column_parallel(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    tp: Group | None,
+    sequence_parallel: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Apply several column-parallel weights to one input, sharing its communication forward and backward.
+
+    input: `[batch, seq, in]`, the same on every tp rank, or `[batch, seq/tp, in]` with sequence parallelism.
+    weights: `[out_i/tp, in]` each; biases: `[out_i/tp]` or None each.
+    Returns `[batch, seq, out_i/tp]` for each.
+    """
+    return _ColumnParallel.apply(input, tp, sequence_parallel, *weights, *biases)
+
+
+def _check_divides(what: str, size: int, tp: Group | None) -> int:
+    if size % size_of(tp):
+        raise ValueError(f"{what}={size} does not divide by the tp size {size_of(tp)}")
+    return size // size_of(tp)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer with its outputs split over tp: `[batch, seq, in]` to `[batch, seq, out/tp]`.
+
+    tp: the tensor-parallel group, or None for an ordinary linear layer.
+    sequence_parallel: the input is `[batch, seq/tp, in]` and is gathered here.
+    gather_output: return the whole `[batch, seq, out]` on every rank.
+    shards: how many different slices there are when neighbouring ranks share one (KV heads fewer than tp).
+    padded_out_features: rows including padding (a vocabulary made to divide by tp); padding is zero and never trained.
+    std: standard deviation of the initial weights.
+
+    Raises ValueError when out_features does not divide by the number of slices.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Group | None = None,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        shards: int | None = None,
+        padded_out_features: int | None = None,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        rows = padded_out_features or out_features
+        slices = shards or size_of(tp)
+        if rows % slices:
+            raise ValueError(f"out_features={rows} does not divide into {slices} slices over the tp size {size_of(tp)}")
+        self.tp, self.sequence_parallel, self.gather_output = tp, sequence_parallel, gather_output
+        self.weight = nn.Parameter(torch.empty(rows // slices, in_features))
+        self.bias = nn.Parameter(torch.empty(rows // slices)) if bias else None
+        self.parameter_facts: dict[str, ParameterFacts] = {
+            "weight": sharded((out_features, in_features), 0, tp, shards=shards, padded=padded_out_features, std=std),
+            "bias": sharded((out_features,), 0, tp, shards=shards, padded=padded_out_features, decays=False),
+        }
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights that differ by rank from torch's generator; a Parallax model is initialised by name instead."""
+        nn.init.normal_(self.weight, std=self.parameter_facts["weight"].std or 0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        (output,) = column_parallel(input, [self.weight], [self.bias], self.tp, self.sequence_parallel)
+        return GatherLast.apply(output, self.tp) if self.gather_output and self.tp is not None else output
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer with its inputs split over tp: `[batch, seq, in/tp]` to `[batch, seq, out]`, an AllReduce at the end.
+
+    tp: the tensor-parallel group, or None for an ordinary linear layer.
+    sequence_parallel: the output is `[batch, seq/tp, out]`, by a ReduceScatter.
+    The bias is held by every rank and added once, after the sum. Raises ValueError when in_features does not divide by tp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Group | None = None,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.weight = nn.Parameter(torch.empty(out_features, _check_divides("in_features", in_features, tp)))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.parameter_facts: dict[str, ParameterFacts] = {
+            "weight": sharded((out_features, in_features), 1, tp, std=std),
+            "bias": replicated((out_features,), tp, partial=sequence_parallel),
+        }
+        self.reset_parameters()
+
+    reset_parameters = ColumnParallelLinear.reset_parameters
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = _RowParallel.apply(input, self.tp, self.sequence_parallel, self.weight)
+        return output if self.bias is None else output + self.bias
+
+
+class GatherLast(torch.autograd.Function):
+    """Concatenate the ranks' last dims forward; keep this rank's part of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group, ctx.width = group, tensor.shape[-1]
+        return all_gather(tensor, group, tensor.ndim - 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None

@@ -1,0 +1,91 @@
+"""RMSNorm and LayerNorm, whole on every tp rank.
+
+Under sequence parallelism each rank normalises its own part of the sequence, so its weight gradient is a part of the
+true one; `sequence_parallel=True` (or `partial=True` for a norm inside the tensor-parallel region, such as the norm of q
+and k heads) records that, and data parallelism sums it over the holders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from parallax.mesh import Group
+from parallax.tensor_parallel.facts import ParameterFacts, replicated
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Zhang and Sennrich 2019, arXiv:1910.07467, with the backward written out: torch's own is slow on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = input if input.dtype == torch.float64 else input.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = torch.rsqrt(norm.square_().div_(input.shape[-1]).add_(eps))
+        ctx.save_for_backward(input, weight, inverse)
+        normalised = wide * inverse
+        if input.dtype == wide.dtype:
+            return normalised.mul_(weight)
+        # As Hugging Face's models do: round first, then multiply in the model's dtype.
+        return normalised.to(input.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        input, weight, inverse = ctx.saved_tensors
+        gradient = grad_output.to(inverse.dtype)
+        normalised = input.to(inverse.dtype) * inverse
+        product = gradient * normalised
+        grad_weight = product.reshape(-1, product.shape[-1]).sum(0)
+        # d/dx of x / rms(x): the part of the gradient along x itself drops out.
+        along = (product @ weight.to(inverse.dtype)).div_(input.shape[-1]).unsqueeze(-1)
+        grad_input = torch.mul(gradient, weight, out=product).sub_(normalised.mul_(along)).mul_(inverse)
+        return grad_input.to(input.dtype), grad_weight.to(weight.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """Scale `[..., hidden]` to unit root mean square, times a weight; computed in fp32, returned in the input's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float = 1e-5,
+        tp: Group | None = None,
+        sequence_parallel: bool = False,
+        partial: bool = False,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.parameter_facts: dict[str, ParameterFacts] = {
+            "weight": replicated((hidden_size,), tp, partial=partial or sequence_parallel, constant=1.0)
+        }
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.is_cuda:
+            return F.rms_norm(input, self.weight.shape, self.weight, self.eps)
+        return _RMSNorm.apply(input, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Normalise `[..., hidden]` to mean 0 and variance 1, times a weight, plus a bias."""
+
+    def __init__(
+        self, hidden_size: int, *, eps: float = 1e-5, tp: Group | None = None, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+        self.parameter_facts: dict[str, ParameterFacts] = {
+            "weight": replicated((hidden_size,), tp, partial=sequence_parallel, constant=1.0),
+            "bias": replicated((hidden_size,), tp, partial=sequence_parallel),
+        }
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,120 @@
+"""The embedding and the cross-entropy with the vocabulary split over the tp axis.
+
+Rank r holds rows [r * n, (r + 1) * n) of the embedding and the same columns of the logits. n is the same on every rank:
+the vocabulary is padded to a multiple of 64 rows a rank, which keeps the GEMM's shape efficient. Padding rows are zero,
+and the loss never reads a padding column, so that they enter neither softmax nor any gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from parallax.collectives import all_gather_start, reduce_from, scatter_sequence
+from parallax.mesh import Group, rank_of, size_of
+from parallax.tensor_parallel.facts import ParameterFacts, sharded
+
+IGNORE_INDEX = -100
+ROW_MULTIPLE = 64
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Return the smallest multiple of 64 * tp_size that is at least vocab_size."""
+    multiple = ROW_MULTIPLE * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids `[batch, seq]` to `[batch, seq, hidden]`, each tp rank holding a range of rows.
+
+    sequence_parallel: return `[batch, seq/tp, hidden]`, by a ReduceScatter in place of the AllReduce.
+    An id outside the vocabulary is found by no rank and gives zeros: check the data, not the GPU.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: Group | None = None,
+        sequence_parallel: bool = False,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        padded = padded_vocab_size(vocab_size, size_of(tp))
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.weight = nn.Parameter(torch.empty(padded // size_of(tp), hidden_size))
+        self.parameter_facts: dict[str, ParameterFacts] = {
+            "weight": sharded((vocab_size, hidden_size), 0, tp, padded=padded, std=std)
+        }
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp is None:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.tp.rank * self.weight.shape[0]
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return scatter_sequence(rows, self.tp) if self.sequence_parallel else reduce_from(rows, self.tp)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, tp: Group | None) -> torch.Tensor:
+        rank = rank_of(tp)
+        real = logits[..., :columns]
+        local = labels - rank * logits.shape[-1]
+        here = (local >= 0) & (local < columns)
+        local = local.masked_fill(~here, 0).unsqueeze(-1)
+        values = real.float()
+        log_sum = torch.logsumexp(values, -1) if columns else torch.full(labels.shape, -torch.inf, device=logits.device)
+        target = values.gather(-1, local).squeeze(-1).masked_fill(~here, 0.0) if columns else torch.zeros_like(log_sum)
+        if tp is not None:
+            # One small AllGather of each rank's log-sum-exp and target logit does the work of three AllReduces.
+            gathered, work = all_gather_start(torch.stack([log_sum, target]), tp)
+            work.wait()
+            log_sum, target = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
+        ctx.save_for_backward(logits, log_sum, local, here)
+        ctx.columns, ctx.ignored = columns, labels == IGNORE_INDEX
+        return (log_sum - target).masked_fill(ctx.ignored, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, log_sum, local, here = ctx.saved_tensors
+        scale = grad_loss.masked_fill(ctx.ignored, 0.0).unsqueeze(-1)
+        probabilities = (logits[..., : ctx.columns].float() - log_sum.unsqueeze(-1)).exp_()
+        if ctx.columns:
+            probabilities.scatter_add_(-1, local, -here.unsqueeze(-1).to(probabilities.dtype))
+        probabilities.mul_(scale)
+        if ctx.columns == logits.shape[-1]:
+            return probabilities.to(logits.dtype), None, None, None
+        gradient = torch.zeros_like(logits)
+        gradient[..., : ctx.columns] = probabilities
+        return gradient, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Group | None = None
+) -> torch.Tensor:
+    """Return the loss of every token, fp32 `[batch, seq]`; 0 where the label is -100.
+
+    logits: `[batch, seq, padded_vocab/tp]`, this rank's columns; labels: `[batch, seq]`, the same on every tp rank.
+    vocab_size: columns of the unpadded vocabulary; the width of `logits` must follow from it, so that whole logits handed
+        to a tensor-parallel loss are refused.
+
+    Raises ValueError when the width is not this rank's share of the padded vocabulary.
+    """
+    share = padded_vocab_size(vocab_size, size_of(tp)) // size_of(tp)
+    if logits.shape[-1] != share:
+        raise ValueError(
+            f"logits have {logits.shape[-1]} columns, but each of the {size_of(tp)} tp ranks holds {share} "
+            f"of a vocabulary of {vocab_size}; pass this rank's slice, not gathered logits"
+        )
+    columns = max(0, min(share, vocab_size - rank_of(tp) * share))
+    return _CrossEntropy.apply(logits, labels, columns, tp)
