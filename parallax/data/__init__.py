@@ -9,7 +9,15 @@ changes what a step sees. Everything except the batch loader works without torch
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallax.data.dataset import TokenDataset
+    from parallax.data.loader import BatchLoader
+    from parallax.data.options import DataOptions
+    from parallax.data.order import DataOrder, sample_index
+    from parallax.data.prepare import PreparedData, prepare_data
+    from parallax.data.tokenizers import Tokenizer, load_tokenizer
 
 _HOMES = {
     "BatchLoader": "loader",
@@ -23,7 +31,17 @@ _HOMES = {
     "sample_index": "order",
 }
 
-__all__ = list(_HOMES)
+__all__ = [
+    "BatchLoader",
+    "DataOptions",
+    "DataOrder",
+    "PreparedData",
+    "TokenDataset",
+    "Tokenizer",
+    "load_tokenizer",
+    "prepare_data",
+    "sample_index",
+]
 
 
 def __getattr__(name: str) -> Any:

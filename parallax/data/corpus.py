@@ -20,6 +20,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -131,7 +132,7 @@ def read_documents(file: TextFile) -> Iterator[Iterator[str]]:
     Raises:
         ConfigError: a line is no JSON object with a string "text", or the file is not UTF-8; names file and line.
     """
-    try:
+    with _reading(file.path):
         if file.path.suffix in JSONL_SUFFIXES:
             for text in _read_jsonl(file.path):
                 yield _pieces(text)
@@ -139,8 +140,6 @@ def read_documents(file: TextFile) -> Iterator[Iterator[str]]:
             # newline="": line ends are text like any other and are not translated
             with open(file.path, encoding="utf-8-sig", newline="") as stream:
                 yield _stream_pieces(stream)
-    except OSError as error:
-        raise ConfigError(f"--data {file.path}: it cannot be read ({error.strerror}).") from error
 
 
 def corpus_digest(corpus: Corpus) -> str:
@@ -149,7 +148,8 @@ def corpus_digest(corpus: Corpus) -> str:
     Reading all of a large corpus in every rank at every start would take long, so its answer is cached under what
     `stat` says of the files. A file changed within the last seconds is not trusted to show every change there.
     """
-    states = [file.path.stat() for file in corpus.files]
+    with _reading(corpus.files[0].path):
+        states = [file.path.stat() for file in corpus.files]
     just_changed = max(s.st_ctime_ns for s in states) / 1e9 > time.time() - 5
     if just_changed or sum(s.st_size for s in states) < LARGE_CORPUS_BYTES:
         return _hash_contents(corpus)
@@ -163,12 +163,21 @@ def corpus_digest(corpus: Corpus) -> str:
     return (folder / "digest").read_text()
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say which file cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--data {error.filename or path}: it cannot be read ({error.strerror}).") from error
+
+
 def _hash_contents(corpus: Corpus) -> str:
     parts: list[str] = []
     for file in corpus.files:
         state = hashlib.blake2b(digest_size=16)
         size = 0
-        with open(file.path, "rb") as stream:
+        with _reading(file.path), open(file.path, "rb") as stream:
             while block := stream.read(1 << 20):
                 state.update(block)
                 size += len(block)
@@ -192,7 +201,9 @@ def _is_text(path: Path) -> bool:
     with open(path, "rb") as stream:
         head = stream.read(HEAD_BYTES)
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character cut at the end is no error
+        codecs.getincrementaldecoder("utf-8")().decode(
+            head, final=len(head) < HEAD_BYTES
+        )  # else it may cut a character
     except UnicodeDecodeError:
         return False
     return b"\0" not in head

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from parallax.data.dataset import TokenDataset
+from parallax.data.loader import BatchLoader
+from parallax.errors import ConfigError
+
+
+@pytest.fixture
+def dataset() -> TokenDataset:
+    return TokenDataset(np.arange(1000, dtype=np.uint16), [(0, 1000)], seq_len=9, source="s")  # 111 samples
+
+
+def first_tokens(loaders: list[BatchLoader], step: int) -> list[int]:
+    """Return the first token of every sample of a step: it tells which sample it is."""
+    return [int(t) for loader in loaders for batch in loader.micro_batches(step) for t in batch["input_ids"][:, 0]]
+
+
+def test_a_micro_batch_holds_inputs_and_labels_shifted_by_one(dataset: TokenDataset) -> None:
+    batches = BatchLoader(dataset, 0, 8, 2).micro_batches(0)
+    assert len(batches) == 4
+    for batch in batches:
+        assert set(batch) == {"input_ids", "labels"}
+        for tensor in batch.values():
+            assert tensor.shape == (2, 9) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+        assert torch.equal(batch["labels"], batch["input_ids"] + 1)
+
+
+def test_every_layout_trains_on_the_same_samples_in_each_step(dataset: TokenDataset) -> None:
+    single = BatchLoader(dataset, 5, 24, 1)
+    for step in (0, 3, 4, 5):  # step 4 has samples of two epochs
+        reference = first_tokens([single], step)
+        for dp in (1, 2, 3, 4):
+            for micro in (1, 2):
+                loaders = [BatchLoader(dataset, 5, 24, micro, rank, dp) for rank in range(dp)]
+                assert sorted(first_tokens(loaders, step)) == sorted(reference)
+
+
+def test_positions_are_dealt_to_the_ranks_micro_batch_by_micro_batch(dataset: TokenDataset) -> None:
+    for rank, positions in enumerate(([8, 9, 12, 13], [10, 11, 14, 15])):
+        loader = BatchLoader(dataset, 0, 8, 2, rank, 2, shuffle=False)
+        assert first_tokens([loader], 1) == [9 * p for p in positions]
+
+
+def test_the_first_epoch_does_not_depend_on_what_is_asked_for_after_it(dataset: TokenDataset) -> None:
+    """Megatron-LM 697, 1002, 1139: each document is seen once before any is repeated, however long the run is."""
+    loader = BatchLoader(dataset, 0, 1, 1)
+    for step in (5000, 0, 222):
+        loader.micro_batches(step)
+    seen = [token for step in range(len(dataset)) for token in first_tokens([loader], step)]
+    assert sorted(seen) == [9 * i for i in range(111)]
+    assert seen == [token for step in range(111) for token in first_tokens([BatchLoader(dataset, 0, 1, 1)], step)]
+
+
+def test_asking_again_gives_the_same_and_another_seed_gives_another(dataset: TokenDataset) -> None:
+    loader = BatchLoader(dataset, 0, 16, 4)
+    first = first_tokens([loader], 7)
+    first_tokens([loader], 8)
+    assert first_tokens([loader], 7) == first
+    assert first_tokens([BatchLoader(dataset, 1, 16, 4)], 7) != first
+
+
+def test_evaluation_starts_over_when_the_data_is_short() -> None:
+    short = TokenDataset(np.arange(10), [(0, 10)], seq_len=3, source="s")
+    assert first_tokens([BatchLoader(short, 0, 8, 4, shuffle=False)], 0) == [0, 3, 6, 0, 3, 6, 0, 3]
+
+
+def test_a_global_batch_that_cannot_be_dealt_out_is_an_error(dataset: TokenDataset) -> None:
+    with pytest.raises(ConfigError, match="--global-batch 10 must be a multiple of --micro-batch 2 times dp=4"):
+        BatchLoader(dataset, 0, 10, 2, 0, 4)
