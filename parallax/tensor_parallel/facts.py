@@ -142,7 +142,7 @@ def initial_values(name: str, facts: ParameterFacts, seed: int) -> np.ndarray:
     first, rows = 0, facts.full_shape[0]
     if facts.shard_dim == 0:
         first, rows = facts.shard_start, facts.shard_rows
-    result = np.empty(facts.held_shape, dtype=np.float32).reshape(rows, -1)
+    result = np.empty((rows, int(np.prod(facts.held_shape[1:], dtype=np.int64))), dtype=np.float32)
     keep = slice(None)
     if facts.shard_dim not in (None, 0):
         assert len(facts.full_shape) == 2, f"{name}: a tensor split along a dim that is not its first must be a matrix"

@@ -44,6 +44,7 @@ def _rank_main(
             )
         mesh = Mesh(layout, rank, torch.device("cpu"), connected=layout.world_size > 1)
         pipe.send(("result", function(mesh, *args)))
+        pipe.poll(timeout)  # tensors are handed over through this process: stay until they have been taken
         if layout.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -67,7 +68,10 @@ def run_layout(layout: Layout, function: Callable, *args: Any, timeout: float = 
             processes.append(process)
             pipes.append(here)
         try:
-            return _collect(pipes, timeout)
+            results = _collect(pipes, timeout)
+            for pipe in pipes:
+                pipe.send("taken")
+            return results
         finally:
             for process in processes:
                 process.join(timeout=5)
