@@ -17,12 +17,10 @@ class DataOptions:
     """The text, how it is cut into tokens, and how much of it is held out."""
 
     data: tuple[str, ...] = ()
-    """Files or folders of UTF-8 text; a .jsonl file holds one document a line under the key "text", any other file is
-    one document. Default: the source text of Python's standard library, which needs no download."""
+    """Files or folders: text, or .jsonl with a "text" key. Default: the source of Python's standard library."""
 
     tokenizer: str | None = None
-    """A sentencepiece .model, a Hugging Face tokenizer folder or tokenizer.json, or "bytes". Default: a sentencepiece
-    BPE model of 4096 pieces, trained once per machine on Python's standard library."""
+    """A sentencepiece .model, a Hugging Face folder or tokenizer.json, or bytes. Default: one trained once, 4096 ids."""
 
     eval_fraction: float = 0.01
     """Share of the tokens that is held out for evaluation, 0 to 0.5; 0 holds out nothing."""

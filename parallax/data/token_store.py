@@ -27,7 +27,7 @@ from parallax.data.tokenizers import Tokenizer
 from parallax.errors import ConfigError
 
 FORMAT_VERSION = 1
-BATCH_CHARACTERS = 4 * PIECE_CHARACTERS
+BATCH_CHARACTERS = 32 * PIECE_CHARACTERS
 NOTICE_SECONDS = 10
 
 

@@ -5,6 +5,9 @@ pairs. The list is all ways to cut each piece into two pieces, in the order of t
 can be said so (unigram models, normalisation, user-defined symbols), so the result is compared with sentencepiece
 itself, and a model that cannot be said exactly is saved as its .model alone: a folder that opens and gives other
 ids than training saw would be worse than one that does not open.
+
+Two differences remain, both of them usual: `transformers` reads the name of a special token inside a text as that token,
+and reads U+2581, the character sentencepiece writes for a space, as a space.
 """
 
 from __future__ import annotations
@@ -67,8 +70,8 @@ def _as_fast_tokenizer(processor: SentencePieceProcessor, dummy_prefix: bool) ->
     from tokenizers import decoders, models, normalizers
 
     vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-    plain = {piece for piece, i in vocab.items() if not _is_special(processor, i)}
-    best_first = sorted(plain, key=lambda piece: -processor.get_score(vocab[piece]))
+    plain = {piece: i for piece, i in vocab.items() if not _is_special(processor, i)}
+    best_first = sorted(plain, key=lambda piece: (-processor.get_score(plain[piece]), plain[piece]))
     merges = [
         (piece[:cut], piece[cut:])
         for piece in best_first
