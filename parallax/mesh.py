@@ -181,7 +181,7 @@ class Mesh:
                 mine = self.groups[ranks]
         return mine
 
-    def _process_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+    def _process_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         import torch.distributed as dist
 
         if len(ranks) == self.layout.world_size:

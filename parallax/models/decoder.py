@@ -54,6 +54,15 @@ class PositionEmbedding(nn.Module):
         return hidden + self.weight[first : first + hidden.shape[1]]
 
 
+class DecoderBody(nn.Module):
+    """What Hugging Face calls `model`: everything but the head. Parts that a stage does not hold are absent."""
+
+    embed_tokens: VocabParallelEmbedding
+    embed_positions: PositionEmbedding
+    layers: nn.ModuleDict
+    norm: nn.Module
+
+
 class DecoderStage(nn.Module):
     """Token ids `[batch, seq]` (first stage) or hidden `[batch, seq(/tp), hidden]` to hidden, or to logits (last stage).
 
@@ -75,7 +84,7 @@ class DecoderStage(nn.Module):
         self.config, self.spec, self.tp = config, spec, tp
         self.sequence_parallel = sequence_parallel and tp is not None
         std = config.initializer_range
-        self.model = nn.Module()
+        self.model = DecoderBody()
         tied_head = spec.is_last and config.tie_word_embeddings
         if spec.is_first or tied_head:
             self.model.embed_tokens = VocabParallelEmbedding(

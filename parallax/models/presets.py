@@ -9,8 +9,19 @@ from typing import Any
 from parallax.errors import ConfigError
 from parallax.models.config import FAMILIES, DecoderConfig
 
-_GPT = {"family": "gpt2", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True}
-_LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 8192}
+_GPT: dict[str, Any] = {
+    "family": "gpt2",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "positions": "learned",
+    "bias": True,
+}
+_LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+}
 
 # Sizes from the models' papers and published configurations: Radford et al. 2019; Brown et al. 2020, arXiv:2005.14165,
 # table 2.1; Llama Team 2024, arXiv:2407.21783, table 3; Qwen Team 2025, arXiv:2505.09388, table 1.

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,10 +118,10 @@ def named_parameters_with_facts(module: nn.Module) -> Iterator[tuple[str, nn.Par
         yield name, parameter, listed.get(leaf) or ParameterFacts(tuple(parameter.shape), decays=parameter.ndim > 1)
 
 
-def update_facts(module: nn.Module, name: str, **changes: object) -> None:
+def update_facts(module: nn.Module, name: str, **changes: Any) -> None:
     """Replace fields of the record of the parameter at dotted `name`."""
     path, _, leaf = name.rpartition(".")
-    listed = module.get_submodule(path).parameter_facts
+    listed: dict[str, ParameterFacts] = getattr(module.get_submodule(path), "parameter_facts")  # noqa: B009
     listed[leaf] = dataclasses.replace(listed[leaf], **changes)
 
 

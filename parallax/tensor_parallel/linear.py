@@ -66,7 +66,8 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, tp: Group | None, sequence_parallel: bool, *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
+        weights: Sequence[Any] = parameters[:count]
+        biases = parameters[count:]
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
         # Read from the parameters themselves: recomputation hands backward detached copies without attributes.
         ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
@@ -151,6 +152,13 @@ def column_parallel(
     return _ColumnParallel.apply(input, tp, sequence_parallel, *weights, *biases)
 
 
+def _reset(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
+    """Draw a layer's weights from torch's generator; a whole model is initialised by name instead (facts.initialize)."""
+    nn.init.normal_(weight, std=std)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
 def _check_divides(what: str, size: int, tp: Group | None) -> int:
     if size % size_of(tp):
         raise ValueError(f"{what}={size} does not divide by the tp size {size_of(tp)}")
@@ -195,13 +203,7 @@ class ColumnParallelLinear(nn.Module):
             "weight": sharded((out_features, in_features), 0, tp, shards=shards, padded=padded_out_features, std=std),
             "bias": sharded((out_features,), 0, tp, shards=shards, padded=padded_out_features, decays=False),
         }
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw weights that differ by rank from torch's generator; a Parallax model is initialised by name instead."""
-        nn.init.normal_(self.weight, std=self.parameter_facts["weight"].std or 0.02)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        _reset(self.weight, self.bias, std)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         (output,) = column_parallel(input, [self.weight], [self.bias], self.tp, self.sequence_parallel)
@@ -234,9 +236,7 @@ class RowParallelLinear(nn.Module):
             "weight": sharded((out_features, in_features), 1, tp, std=std),
             "bias": replicated((out_features,), tp, partial=sequence_parallel),
         }
-        self.reset_parameters()
-
-    reset_parameters = ColumnParallelLinear.reset_parameters
+        _reset(self.weight, self.bias, std)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = _RowParallel.apply(input, self.tp, self.sequence_parallel, self.weight)
