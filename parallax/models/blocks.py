@@ -37,6 +37,14 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
 
 
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if gate.is_cuda and gate.dtype != torch.float64:
+        from parallax.kernels.swiglu.kernel import swiglu  # here, for it needs triton, which only a GPU needs
+
+        return swiglu(gate.contiguous(), up.contiguous())
+    return _SwiGLU.apply(gate, up)
+
+
 class ParallelMLP(nn.Module):
     """`[batch, seq, hidden]` to the same shape through intermediate_size features, divided over tp.
 
@@ -69,7 +77,7 @@ class ParallelMLP(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))
         gate, up = _together(hidden, self.gate_proj, self.up_proj)
-        return self.down_proj(_SwiGLU.apply(gate, up))
+        return self.down_proj(_swiglu(gate, up))
 
 
 def _together(hidden: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tensor, ...]:

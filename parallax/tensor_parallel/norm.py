@@ -67,8 +67,10 @@ class RMSNorm(nn.Module):
         }
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.is_cuda:
-            return F.rms_norm(input, self.weight.shape, self.weight, self.eps)
+        if input.is_cuda and input.dtype != torch.float64:
+            from parallax.kernels.rms_norm.kernel import rms_norm  # here, for it needs triton, which only a GPU needs
+
+            return rms_norm(input.contiguous(), self.weight, self.eps)
         return _RMSNorm.apply(input, self.weight, self.eps)
 
 

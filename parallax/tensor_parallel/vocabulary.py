@@ -63,17 +63,27 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_sequence(rows, self.tp) if self.sequence_parallel else reduce_from(rows, self.tp)
 
 
+def _has_kernel(logits: torch.Tensor) -> bool:
+    """Say whether the Triton kernel computes these logits; imported only then, for it needs triton."""
+    return logits.is_cuda and logits.dtype != torch.float64
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, tp: Group | None) -> torch.Tensor:
-        rank = rank_of(tp)
-        real = logits[..., :columns]
-        local = labels - rank * logits.shape[-1]
+        local = labels - rank_of(tp) * logits.shape[-1]
         here = (local >= 0) & (local < columns)
-        local = local.masked_fill(~here, 0).unsqueeze(-1)
-        values = real.float()
-        log_sum = torch.logsumexp(values, -1) if columns else torch.full(labels.shape, -torch.inf, device=logits.device)
-        target = values.gather(-1, local).squeeze(-1).masked_fill(~here, 0.0) if columns else torch.zeros_like(log_sum)
+        if _has_kernel(logits):
+            from parallax.kernels.cross_entropy.kernel import cross_entropy_forward
+
+            logits, local = logits.contiguous(), local.contiguous()
+            log_sum, target = cross_entropy_forward(logits, local, columns)
+        else:
+            local = local.masked_fill(~here, 0).unsqueeze(-1)
+            values = logits[..., :columns].float()
+            log_sum = torch.logsumexp(values, -1) if columns else values.new_full(labels.shape, -torch.inf)
+            target = values.gather(-1, local).squeeze(-1) if columns else torch.zeros_like(log_sum)
+            target = target.masked_fill(~here, 0.0)
         if tp is not None:
             # One small AllGather of each rank's log-sum-exp and target logit does the work of three AllReduces.
             gathered, work = all_gather_start(torch.stack([log_sum, target]), tp)
@@ -87,11 +97,15 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, log_sum, local, here = ctx.saved_tensors
-        scale = grad_loss.masked_fill(ctx.ignored, 0.0).unsqueeze(-1)
+        scale = grad_loss.masked_fill(ctx.ignored, 0.0)
+        if _has_kernel(logits):
+            from parallax.kernels.cross_entropy.kernel import cross_entropy_backward
+
+            return cross_entropy_backward(logits, local, log_sum, scale.contiguous(), ctx.columns), None, None, None
         probabilities = (logits[..., : ctx.columns].float() - log_sum.unsqueeze(-1)).exp_()
         if ctx.columns:
             probabilities.scatter_add_(-1, local, -here.unsqueeze(-1).to(probabilities.dtype))
-        probabilities.mul_(scale)
+        probabilities.mul_(scale.unsqueeze(-1))
         if ctx.columns == logits.shape[-1]:
             return probabilities.to(logits.dtype), None, None, None
         gradient = torch.zeros_like(logits)
