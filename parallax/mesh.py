@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -96,13 +96,15 @@ class Group:
     """Some ranks that communicate: the value that layers and collectives take.
 
     `rank` is this process's position in `ranks`. `process_group` is None in a plan made without processes; such a group
-    gives sizes and positions, and refuses to communicate.
+    gives sizes and positions, and refuses to communicate. `backward_process_group` is a second communicator over the
+    same ranks: the pipeline's on NCCL, where each direction needs its own.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     process_group: ProcessGroup | None = None
+    backward_process_group: ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -141,6 +143,8 @@ class Mesh:
             self._group(axis, [self.layout.ranks_along([axis], rank) for rank in range(self.layout.world_size)])
             for axis in ("pp", "dp", "tp")
         )
+        if self.connected and self.device.type == "cuda":
+            self.pp = self._with_backward_communicator(self.pp)
 
     def holders(self, replicas: Iterable[Replicas]) -> dict[Replicas, Group | None]:
         """Return the group of all holders, dp included, for each kind of replication on this rank.
@@ -179,6 +183,15 @@ class Mesh:
                 self.groups[ranks] = Group(name, ranks, position, process_group)
             if self.rank in ranks:
                 mine = self.groups[ranks]
+        return mine
+
+    def _with_backward_communicator(self, mine: Group | None) -> Group | None:
+        import torch.distributed as dist
+
+        for ranks in sorted({self.layout.ranks_along(["pp"], rank) for rank in range(self.layout.world_size)}):
+            second = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if mine is not None and ranks == mine.ranks:
+                mine = replace(mine, backward_process_group=second)
         return mine
 
     def _process_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:

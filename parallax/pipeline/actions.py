@@ -1,0 +1,134 @@
+"""What a rank of a pipeline does in one step, as data: actions, and the table of them that is a schedule.
+
+    F   forward of one micro-batch through one stage
+    B   its whole backward
+    I   the half of the backward that makes the gradient of the stage's input
+    W   the other half, which makes the gradients of the stage's weights (B = I + W; Qi et al. 2024, arXiv:2401.10241)
+
+An action also names its pipe. A pipe is one way from the first stage to the last; schedules that feed micro-batches
+from both ends (DualPipe) have two pipes over the same stages, owned by different ranks. `1F3` reads: stage 1, forward,
+micro-batch 3; a pipe after the first is a letter in front, `b1F3`.
+
+Nothing here says when something is sent: what an action needs follows from the table (`Schedule.input_of`), and the
+messages between ranks are derived from that in `parallax.pipeline.lower`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from parallax.errors import ConfigError
+
+KINDS = ("F", "B", "I", "W")
+_TEXT = re.compile(r"([b-z]?)(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of work of one rank: a kind, on one stage, for one micro-batch of the step."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    pipe: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS and min(self.stage, self.micro_batch) >= 0 and 0 <= self.pipe < 26, repr(self)
+
+    def __str__(self) -> str:
+        pipe = chr(ord("a") + self.pipe) if self.pipe else ""
+        return f"{pipe}{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action that prints as `text`."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(
+                f"{text!r} is not an action; write stage, kind (F, B, I or W) and micro-batch, as in 1F3, "
+                "with a letter from b on in front for a pipe after the first"
+            )
+        pipe, stage, kind, micro_batch = match.groups()
+        return cls(kind, int(stage), int(micro_batch), ord(pipe) - ord("a") if pipe else 0)
+
+    @property
+    def chunk(self) -> tuple[int, int, int]:
+        """What the kinds of work on one micro-batch in one stage have in common: (pipe, stage, micro-batch)."""
+        return self.pipe, self.stage, self.micro_batch
+
+    def at(self, kind: str, stage: int | None = None) -> Action:
+        """Return the action of another kind, or on another stage, for the same micro-batch of the same pipe."""
+        return Action(kind, self.stage if stage is None else stage, self.micro_batch, self.pipe)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order, in one step.
+
+    order: for each pipeline rank its actions, first to last.
+    owner: `owner[pipe][stage]` is the rank that holds that stage for that pipe.
+    forward_only: no gradients are wanted (evaluation); otherwise each forward has its backward.
+    """
+
+    name: str
+    num_stages: int
+    num_ranks: int
+    num_micro_batches: int
+    order: tuple[tuple[Action, ...], ...]
+    owner: tuple[tuple[int, ...], ...]
+    forward_only: bool = False
+
+    def __str__(self) -> str:
+        rows = (f"rank {rank}: " + " ".join(map(str, row)) for rank, row in enumerate(self.order))
+        return "\n".join([f"{self.name}, {self.num_stages} stages, {self.num_micro_batches} micro-batches", *rows])
+
+    @cached_property
+    def places(self) -> dict[Action, tuple[int, int]]:
+        """Where each action stands: (rank, position in that rank's order)."""
+        return {action: (rank, place) for rank, row in enumerate(self.order) for place, action in enumerate(row)}
+
+    def rank_of(self, action: Action) -> int:
+        """Return the rank that owns the action's stage in its pipe."""
+        return self.owner[action.pipe][action.stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that `rank` holds, for any pipe, ascending."""
+        return tuple(sorted({stage for row in self.owner for stage, owner in enumerate(row) if owner == rank}))
+
+    def input_of(self, action: Action) -> Action | None:
+        """Return the action on the neighbouring stage whose result `action` takes; None at the ends and for W."""
+        if action.kind == "F":
+            return action.at("F", action.stage - 1) if action.stage > 0 else None
+        if action.kind == "W" or action.stage == self.num_stages - 1:
+            return None
+        split = action.at("I", action.stage + 1)
+        return split if split in self.places else action.at("B", action.stage + 1)
+
+    def local_need_of(self, action: Action) -> Action | None:
+        """Return the action on the same stage that has to be over before `action`; None for F."""
+        return {"F": None, "B": action.at("F"), "I": action.at("F"), "W": action.at("I")}[action.kind]
+
+    def last_backwards(self, rank: int) -> dict[Action, int]:
+        """Return, for each stage of `rank`, the action that completes its weights' gradients: {action: stage}."""
+        last = {action.stage: action for action in self.order[rank] if action.kind in ("B", "W")}
+        return {action: stage for stage, action in last.items()}
+
+
+def one_stage_per_rank(
+    name: str, num_micro_batches: int, rows: list[list[tuple[str, int]]], forward_only: bool = False
+) -> Schedule:
+    """Return the schedule in which rank r holds stage r and does `rows[r]`, a list of (kind, micro-batch)."""
+    order = tuple(tuple(Action(kind, stage, number) for kind, number in row) for stage, row in enumerate(rows))
+    stages = len(rows)
+    return Schedule(name, stages, stages, num_micro_batches, order, (tuple(range(stages)),), forward_only)
+
+
+def check_sizes(name: str, num_stages: int, num_micro_batches: int) -> None:
+    """Raise ConfigError unless both are at least 1."""
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ConfigError(
+            f"schedule {name} needs at least 1 stage (--pp) and 1 micro-batch per step "
+            f"(--global-batch / (--micro-batch * dp)); got {num_stages} and {num_micro_batches}"
+        )

@@ -1,0 +1,209 @@
+"""Point-to-point messages between the ranks of a pipeline: sends that never block, receives posted ahead.
+
+Two ways, by what the backend can do:
+
+    gloo    each message has its tag, so receives are posted in any order, as early as the executor likes. Bytes move
+            in the background once the receive is posted, and not before.
+    NCCL    no tags: both ends issue their operations in the one order that lowering gives. Forward and backward
+            messages have a communicator each, so that neither direction queues behind the other.
+
+A received tensor is the buffer it arrived in and belongs to the caller. A sent tensor is kept until it has left. gloo
+does not tell when that is without blocking; but who gets a message from a rank knows how far that rank had come when it
+sent it, and so which earlier messages it must have received (`Message.made_at`, `used_at`).
+
+Shapes: an `ActivationSpec` given by the caller holds for all stages. Without one the first message over each boundary
+is preceded by a header that says its shape and dtype, which then stay the same. A gradient has the shape and dtype of
+its activation; activations that are not floating point have none, and nothing is sent for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallax.errors import ConfigError
+from parallax.mesh import Group
+from parallax.pipeline.lower import Message
+
+# The header's code of a dtype is its place here. Appended to, never reordered.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_MAX_DIMS = 8
+_HEADER_LENGTH = 2 + _MAX_DIMS  # dtype, number of dims, dims
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Shape and dtype of what one stage hands to the next, for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients flow back over a boundary with such activations."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class Transport(Protocol):
+    """How the executor moves the messages of a program."""
+
+    def needs_order(self, messages: Iterable[Message]) -> bool:
+        """Whether receives of `messages` must be posted in the lowered order; otherwise any earlier moment is better."""
+        ...
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Start to send `tensor`, which is not written to from now on; never blocks."""
+        ...
+
+    def post(self, message: Message) -> None:
+        """Start to receive."""
+        ...
+
+    def receive(self, message: Message) -> torch.Tensor | None:
+        """Wait for a posted message and return it; None for a gradient that does not exist."""
+        ...
+
+    def finish(self) -> None:
+        """Return when every send of the step is over."""
+        ...
+
+
+class GroupTransport:
+    """Messages over a process group: gloo on a CPU, NCCL on a GPU."""
+
+    def __init__(self, group: Group, device: torch.device, spec: ActivationSpec | None = None) -> None:
+        assert group.process_group is not None, f"{group} was planned without processes and cannot communicate"
+        self._group, self._device, self._spec = group, device, spec
+        self._tagged = device.type == "cpu"
+        self._forward_group = group.process_group
+        self._backward_group = group.backward_process_group or group.process_group
+        self._learned: dict[tuple[int, int], ActivationSpec] = {}
+        self._arriving: dict[Message, tuple[torch.Tensor, Any]] = {}
+        self._leaving: list[tuple[Message, torch.Tensor, Any]] = []
+
+    def spec_of(self, message: Message) -> ActivationSpec | None:
+        """Return what is known of the messages over this boundary."""
+        return self._spec or self._learned.get(message.boundary)
+
+    def needs_order(self, messages: Iterable[Message]) -> bool:
+        """Say yes without tags, and while a header has to be waited for before a receive can be posted."""
+        return not self._tagged or any(self.spec_of(message) is None for message in messages)
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Start to send a stage's output or an input's gradient; raises ConfigError if its shape is not the agreed one."""
+        spec = ActivationSpec(tuple(tensor.shape), tensor.dtype)
+        known = self.spec_of(message)
+        with self._telling(f"sending the result of {message.producer} to pipeline rank {message.target}"):
+            if known is None:
+                self._start_send(message, _encode(spec, self._device), header=True)
+                self._learned[message.boundary] = known = spec
+            if spec != known:
+                raise ConfigError(
+                    f"the result of {message.producer} is {list(spec.shape)} {spec.dtype}, but the pipeline passes on "
+                    f"{list(known.shape)} {known.dtype} there; every micro-batch and step must have the same shape"
+                )
+            self._start_send(message, tensor.contiguous())
+        self._release(lambda sent: False)
+
+    def post(self, message: Message) -> None:
+        """Start to receive; waits for the header if the shape is not known yet."""
+        with self._telling(_receiving(message)):
+            if self.spec_of(message) is None:
+                header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+                self._start_receive(message, header, header=True).wait()
+                self._learned[message.boundary] = _decode(header)
+            spec = self.spec_of(message)
+            assert spec is not None
+            if message.is_gradient and not spec.has_gradient:
+                return
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            self._arriving[message] = (buffer, self._start_receive(message, buffer))
+
+    def receive(self, message: Message) -> torch.Tensor | None:
+        """Wait for a posted message; on a GPU it is the current stream that waits."""
+        if message not in self._arriving:
+            spec = self.spec_of(message)
+            assert spec is not None and message.is_gradient and not spec.has_gradient, f"{message} was not posted"
+            return None
+        buffer, work = self._arriving.pop(message)
+        with self._telling(_receiving(message)):
+            work.wait()
+        self._release(lambda sent: sent.target == message.source and sent.used_at < message.made_at)
+        return buffer
+
+    def finish(self) -> None:
+        """Wait for all sends; on a GPU the current stream waits, so that their memory may be used again."""
+        self._release(lambda sent: True)
+
+    def _release(self, is_over: Any) -> None:
+        """Let go of sent tensors; for those that `is_over` knows to have been received, waiting takes no time."""
+        kept = []
+        for message, tensor, work in self._leaving:
+            if is_over(message):
+                with self._telling(f"sending the result of {message.producer} to pipeline rank {message.target}"):
+                    work.wait()
+            elif not work.is_completed():
+                kept.append((message, tensor, work))
+        self._leaving = kept
+
+    def _start_send(self, message: Message, tensor: torch.Tensor, header: bool = False) -> None:
+        work = dist.isend(
+            tensor, group=self._channel(message), group_dst=message.target, tag=2 * message.index + header
+        )
+        self._leaving.append((message, tensor, work))
+
+    def _start_receive(self, message: Message, buffer: torch.Tensor, header: bool = False) -> Any:
+        return dist.irecv(
+            buffer, group=self._channel(message), group_src=message.source, tag=2 * message.index + header
+        )
+
+    def _channel(self, message: Message) -> dist.ProcessGroup:
+        return self._backward_group if message.is_gradient else self._forward_group
+
+    @contextmanager
+    def _telling(self, doing: str) -> Iterator[None]:
+        """Say in a failed communication's message which process was doing what."""
+        try:
+            yield
+        except RuntimeError as error:
+            here = self._group.rank
+            raise RuntimeError(
+                f"rank {self._group.ranks[here]} (pipeline rank {here}): while {doing}: {error}"
+            ) from error
+
+
+def _receiving(message: Message) -> str:
+    return f"receiving the input of {message.consumer} from pipeline rank {message.source}"
+
+
+def _encode(spec: ActivationSpec, device: torch.device) -> torch.Tensor:
+    if spec.dtype not in _DTYPES or len(spec.shape) > _MAX_DIMS:
+        raise ConfigError(
+            f"a stage returned {list(spec.shape)} {spec.dtype}; stages can hand on tensors of at most {_MAX_DIMS} "
+            f"dims of {', '.join(str(dtype) for dtype in _DTYPES)}"
+        )
+    numbers = [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=device)
+
+
+def _decode(header: torch.Tensor) -> ActivationSpec:
+    dtype, dims, *shape = header.tolist()
+    return ActivationSpec(tuple(shape[:dims]), _DTYPES[dtype])
