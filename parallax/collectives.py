@@ -18,6 +18,7 @@ In-place functions end in an underscore. All are called by every member of the g
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +149,16 @@ def all_gather_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
     return _all_gather_flat(whole, part.clone(), group=_process_group(group), async_op=True)
 
 
+def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
+    """Begin to sum flat `whole` over the group in place: rank r's r-th equal slice is valid after `.wait()`, no other."""
+    if group is None:
+        return DONE
+    if not whole.is_cuda:
+        return all_reduce_start(whole, group)  # on gloo the faster one (docs/benchmarks.md)
+    part = whole.view(group.size, -1)[group.rank]
+    return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
+
+
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:
     """Overwrite `tensor` with that of the group's rank `source` and return it."""
     if group is not None:
@@ -243,3 +254,20 @@ def same_on_all(tensor: torch.Tensor, group: Group | None) -> bool:
         return True
     rows = all_gather(tensor.detach().reshape(1, -1), group)
     return bool((rows == rows[:1]).all())
+
+
+def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], group: Group | None) -> None:
+    """Send `outgoing[r]` to each rank r of the group and fill `incoming[r]` from it; only pairs that say so take part.
+
+    What one sends the other must expect in the same size; contiguous tensors, nothing to oneself.
+    """
+    if group is None or not (outgoing or incoming):
+        return
+    process_group = _process_group(group)
+    operations = [
+        dist.P2POp(operation, tensor, group.ranks[rank], process_group)
+        for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for rank, tensor in sorted(tensors.items())
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
