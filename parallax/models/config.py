@@ -127,10 +127,15 @@ def _join(numbers: tuple[int, ...]) -> str:
 def layer_parameters(config: DecoderConfig) -> int:
     """Return the number of parameters of one decoder layer."""
     h, q, kv, f = config.hidden_size, config.query_size, config.key_value_size, config.intermediate_size
-    matrices = h * q + 2 * h * kv + q * h + (3 if config.activation == "swiglu" else 2) * h * f
     norms = 2 * h * (2 if config.norm == "layernorm" else 1) + (2 * config.head_dim if config.qk_norm else 0)
     biases = (q + 2 * kv if config.bias or config.qkv_bias else 0) + ((h + f + h) if config.bias else 0)
-    return matrices + norms + biases
+    return layer_matrix_parameters(config) + norms + biases
+
+
+def layer_matrix_parameters(config: DecoderConfig) -> int:
+    """Return how many of a layer's parameters are multiplied with every token."""
+    h, q, kv, f = config.hidden_size, config.query_size, config.key_value_size, config.intermediate_size
+    return h * q + 2 * h * kv + q * h + (3 if config.activation == "swiglu" else 2) * h * f
 
 
 def num_parameters(config: DecoderConfig) -> int:
@@ -145,12 +150,10 @@ def num_parameters(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
     """Return the floating-point operations of training on one token, forward and backward.
 
-    6 per parameter that takes part in a GEMM (the embedding look-up does not, the head does), and attention's two
-    products, of which causal masking leaves half: 6 * layers * heads * head_dim * seq. Recomputation is not counted: it is no work
-    of the model's (Narayanan et al. 2021, arXiv:2104.04473; Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    6 per parameter that takes part in a matrix product (the head does; looking up an embedding, norms and biases do not), and
+    attention's two products, of which causal masking leaves half: 6 * layers * heads * head_dim * seq. Recomputation is not
+    counted: it is no work of the model's (Narayanan et al. 2021, arXiv:2104.04473; Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B).
     """
-    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    if config.positions == "learned":
-        looked_up += config.max_position_embeddings * config.hidden_size
-    attention = 6 * config.num_hidden_layers * config.query_size * sequence_length
-    return 6.0 * (num_parameters(config) - looked_up) + attention
+    layer = layer_matrix_parameters(config) + config.query_size * sequence_length
+    return 6.0 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)

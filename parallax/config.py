@@ -1,0 +1,299 @@
+"""The options of a pretraining run: composed from the dataclasses beside the code, checked all at once, resolved, compared.
+
+command line, --config file  ->  PretrainOptions   as asked
+                                 check             every user error at once, before torch is imported
+                             ->  PretrainConfig    resolved: nothing left to derive
+                                 save_config       config.json in --out, which --config reads again
+                                 differences       what a resumed run was asked to do otherwise
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallax import flags
+from parallax.data.default_tokenizer import DEFAULT_VOCAB_SIZE
+from parallax.data.options import DataOptions
+from parallax.data.options import check as check_data
+from parallax.data.tokenizer_source import find_tokenizer
+from parallax.data_parallel.options import OptimizerOptions
+from parallax.errors import ConfigError, exit_with_problems
+from parallax.mesh import Layout
+from parallax.models.config import DecoderConfig
+from parallax.models.options import ModelOptions, resolve_model
+from parallax.training.lr import LearningRateOptions
+from parallax.training.options import ParallelOptions, RunOptions, TrainingOptions
+from parallax.training.stages import stage_ranges
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PROGRAM = "pretrain.py"
+_SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
+
+# Options that leave the sequence of losses as it is, up to rounding; every other one changes the run.
+HARMLESS = frozenset(
+    "tp pp dp sp schedule pipeline_layout zero micro_batch recompute steps tokens "
+    "out resume save_every log_every eval_every eval_steps timeout config dry_run world_size".split()
+)
+
+
+@dataclass(frozen=True)
+class PretrainOptions:
+    """Pretrain a language model.
+
+    python pretrain.py trains a small model on the source of Python's standard library, in one process, with no download.
+    torchrun --nproc-per-node 8 pretrain.py --tp 2 --pp 2 trains the same model in 8 processes: 2-way tensor, 2-way
+    pipeline, and, with what is left, 2-way data parallel. Options have short names; Megatron-LM's are understood too.
+    """
+
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    learning_rate: LearningRateOptions = field(default_factory=LearningRateOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+@dataclass(frozen=True)
+class PretrainConfig(PretrainOptions):
+    """A run with nothing left to derive. `asked` are the options before that, `layout` and `model_config` what they give."""
+
+    asked: PretrainOptions = field(default_factory=PretrainOptions)
+    layout: Layout = field(default_factory=Layout)
+    model_config: DecoderConfig = field(default_factory=DecoderConfig)
+
+    @property
+    def steps(self) -> int:
+        assert self.training.steps is not None, "steps are filled in when the options are resolved"
+        return self.training.steps
+
+    @property
+    def eval_steps(self) -> int:
+        assert self.run.eval_steps is not None, "eval_steps are filled in when the options are resolved"
+        return self.run.eval_steps
+
+    @property
+    def out(self) -> Path:
+        assert self.run.out is not None, "out is filled in when the options are resolved"
+        return Path(self.run.out).expanduser()
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each rank takes through its stage in a step."""
+        return self.training.global_batch // (self.training.micro_batch * self.layout.dp)
+
+    @property
+    def stage_ranges(self) -> list[range]:
+        """The layers of each pipeline stage."""
+        return stage_ranges(self.model_config, self.layout, self.parallel.pipeline_layout, self.training.seq_len)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json holds: `options` as asked, which --config reads, and what they came to."""
+        known = flags.flags_of(PretrainOptions)
+        return {
+            "options": flags.values_of(self.asked, known),
+            "resolved": flags.values_of(self, known),
+            "model": dataclasses.asdict(self.model_config),
+        }
+
+    def save(self) -> None:
+        """Write config.json into the run's folder."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "config.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def describe(self) -> Table:
+        """Return a table of the resolved options for the terminal, a row per group."""
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        rows: dict[str, list[str]] = {}
+        for flag in flags.flags_of(PretrainOptions).values():
+            group, name = flag.path
+            value = getattr(getattr(self, group), name)
+            if value is not None and value != () and value is not False and name not in ("world_size", "dry_run"):
+                shown = (
+                    "" if value is True else " " + " ".join(map(str, value if isinstance(value, tuple) else [value]))
+                )
+                rows.setdefault(group, []).append(f"{flag.name}{shown}")
+        rows["model"] = [*rows["model"][:1], *_model_words(self.model_config)]
+        for group, words in rows.items():
+            table.add_row(group.replace("_", " "), "  ".join(words))
+        return table
+
+
+def _model_words(config: DecoderConfig) -> list[str]:
+    from parallax.models.config import num_parameters
+
+    return [
+        f"layers {config.num_hidden_layers}",
+        f"hidden {config.hidden_size}",
+        f"heads {config.num_attention_heads}",
+        f"kv-heads {config.num_key_value_heads}",
+        f"ffn {config.intermediate_size}",
+        f"vocab {config.vocab_size}",
+        f"parameters {num_parameters(config):,}",
+    ]
+
+
+def parse_pretrain(argv: Sequence[str] | None = None) -> PretrainConfig:
+    """Return the run that the command line asks for; exit with status 2 and every user error, a sentence each.
+
+    The number of processes is the launcher's WORLD_SIZE, 1 without one; with --dry-run it is --world-size.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        flags.print_help(PretrainOptions, PROGRAM, quiet=os.environ.get("RANK", "0") != "0")
+    options, problems = read_options(words)
+    try:
+        config = resolve(options, world_size_of(options))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        exit_with_problems(problems, PROGRAM)
+    return config
+
+
+def read_options(words: Sequence[str]) -> tuple[PretrainOptions, list[str]]:
+    """Return the options that the words of a command line give, a --config file included, and what is wrong with them."""
+    known = flags.flags_of(PretrainOptions)
+    given, problems = flags.read_words(_written_out(words), known)
+    if "config" in given:
+        from_file, found = flags.read_file(given["config"][0], known)
+        given, problems = from_file | given, found + problems
+    return flags.build(PretrainOptions, given, known, PROGRAM), problems
+
+
+def _written_out(words: Sequence[str]) -> list[str]:
+    """Give the flags that Megatron-LM has as switches, and that stand alone here too, their values."""
+    result: list[str] = []
+    for position, word in enumerate(words):
+        alone = words[position + 1 : position + 2] == [] or words[position + 1].startswith("--")
+        result += _SWITCHES.get(word.replace("_", "-"), (word,)) if alone else (word,)
+    return result
+
+
+def world_size_of(options: PretrainOptions) -> int:
+    """Return the number of processes: of the launcher, or to plan for in a dry run."""
+    if options.run.dry_run:
+        sizes = options.parallel
+        return options.run.world_size or max(1, sizes.tp) * max(1, sizes.pp) * max(1, sizes.dp or 1)
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check(options: PretrainOptions, world_size: int) -> list[str]:
+    """Return every user error in the options of a run of `world_size` processes, a sentence each, legal values included."""
+    try:
+        resolve(options, world_size)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
+    """Return the run that `options` describe on `world_size` processes.
+
+    Reads the small files that are named (model configuration, tokenizer) and looks at the data's paths, not at its text.
+    Raises ConfigError with every user error.
+    """
+    flag = "--world-size" if options.run.dry_run else "torchrun --nproc-per-node"
+    layout, problems = options.parallel.layout(world_size, flag)
+    problems += options.parallel.check()
+    training = options.training.resolved()
+    problems += options.training.check(layout.dp)
+    assert training.steps is not None
+    problems += options.learning_rate.check(training.steps) + options.optimizer.check()
+    data_problems = check_data(options.data)
+    tokenizer_size, found = (None, []) if data_problems else _tokenizer_size(options.data)
+    problems += data_problems + found
+    model, found = resolve_model(options.model, tokenizer_size, training.seq_len)
+    problems += found
+    if model is not None:
+        problems += _check_stages(model, layout, options)
+    run = options.run.resolved(_run_name(options.model.model))
+    problems += replace(options.run, out=run.out).check(options.data.eval_fraction)
+    if problems or model is None:
+        raise ConfigError(problems)
+    return PretrainConfig(
+        parallel=replace(options.parallel, dp=layout.dp),
+        model=options.model,
+        data=options.data,
+        training=training,
+        learning_rate=options.learning_rate.resolved(training.steps),
+        optimizer=options.optimizer,
+        run=run,
+        asked=options,
+        layout=layout,
+        model_config=model,
+    )
+
+
+def _run_name(model: str) -> str:
+    """Return the name of a preset, or of the folder or file that --model names."""
+    path = Path(model).expanduser().resolve()
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
+def _check_stages(model: DecoderConfig, layout: Layout, options: PretrainOptions) -> list[str]:
+    """Return what keeps the model from being cut up in this layout."""
+    problems = model.check(layout, options.training.seq_len, options.parallel.sp)
+    if problems:
+        return problems
+    try:
+        stage_ranges(model, layout, options.parallel.pipeline_layout, options.training.seq_len)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _tokenizer_size(options: DataOptions) -> tuple[int | None, list[str]]:
+    """Return the number of ids of the tokenizer, without training the default one."""
+    try:
+        if find_tokenizer(options.tokenizer).kind == "default":
+            return DEFAULT_VOCAB_SIZE, []
+        from parallax.data.tokenizers import load_tokenizer
+
+        return load_tokenizer(options.tokenizer).vocab_size, []
+    except ConfigError as error:
+        return None, error.problems
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An option, or a field of the model, that another run has otherwise. `harmless`: the losses are the same, to rounding."""
+
+    name: str
+    before: Any
+    now: Any
+    harmless: bool
+
+    def __str__(self) -> str:
+        return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
+    """Return in what two `PretrainConfig.to_dict()` differ, those that change the run first."""
+    result = []
+    for part in ("model", "resolved"):
+        old, new = (json.loads(json.dumps(saved.get(part, {}))) for saved in (before, now))
+        for name in dict.fromkeys([*old, *new]):
+            # The sizes of the model are compared as they came out, whichever option or file gave them.
+            given_by_model = part == "resolved" and name in _MODEL_FIELDS
+            if old.get(name) != new.get(name) and not given_by_model:
+                result.append(Difference(name, old.get(name), new.get(name), part == "resolved" and name in HARMLESS))
+    return sorted(result, key=lambda difference: difference.harmless)
+
+
+_MODEL_FIELDS = frozenset(entry.name for entry in dataclasses.fields(ModelOptions))

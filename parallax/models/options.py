@@ -1,0 +1,116 @@
+"""Which model: a preset or a Hugging Face configuration, and sizes that replace its own.
+
+What follows from a replaced size, unless it is given too: with another --hidden the MLP keeps its share of it, and heads that
+fill the hidden size exactly go on doing so; with another --heads a model without grouped queries stays one. The vocabulary
+is the model's own and has to have room for every id of the tokenizer; the presets in `VOCAB_FROM_TOKENIZER` have none of
+their own and take the tokenizer's size. --vocab replaces either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from parallax.errors import ConfigError
+from parallax.flags import named
+from parallax.models.config import DecoderConfig
+from parallax.models.presets import load_model_config
+
+VOCAB_FROM_TOKENIZER = ("tiny",)
+FFN_MULTIPLE = 16  # a scaled MLP stays divisible by the usual tp sizes
+
+_FROM_MODEL = "from --model"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model to train, from random weights."""
+
+    model: Annotated[str, named("model", metavar="NAME|PATH")] = "tiny"
+    """tiny, gpt2-124m, llama-1b, llama3-8b, llama3-70b, llama3-405b, gpt3-175b, qwen3-0.6b, or a Hugging Face config.json."""
+
+    layers: Annotated[int | None, named("layers", "num-layers", metavar="INT", default=_FROM_MODEL)] = None
+    """Number of transformer layers."""
+
+    hidden: Annotated[int | None, named("hidden", "hidden-size", metavar="INT", default=_FROM_MODEL)] = None
+    """Hidden size; without --ffn the MLP is scaled with it."""
+
+    heads: Annotated[int | None, named("heads", "num-attention-heads", metavar="INT", default=_FROM_MODEL)] = None
+    """Number of attention heads."""
+
+    kv_heads: Annotated[int | None, named("kv-heads", "num-query-groups", metavar="INT", default=_FROM_MODEL)] = None
+    """Number of key-value heads, each shared by heads / kv-heads query heads."""
+
+    ffn: Annotated[int | None, named("ffn", "ffn-hidden-size", metavar="INT", default=_FROM_MODEL)] = None
+    """Intermediate size of the MLP."""
+
+    vocab: Annotated[
+        int | None, named("vocab", "vocab-size", metavar="INT", default=f"{_FROM_MODEL}; tiny: the tokenizer's")
+    ] = None
+    """Number of token ids; at least the tokenizer's."""
+
+
+def resolve_model(
+    options: ModelOptions, tokenizer_size: int | None, sequence_length: int
+) -> tuple[DecoderConfig | None, list[str]]:
+    """Return the model that the options describe, None if it cannot be read, and what is wrong with it, a sentence each.
+
+    tokenizer_size: number of ids of the tokenizer; None if that cannot be read, a problem that is reported elsewhere.
+    `DecoderConfig.check` adds what keeps the model from running in a layout.
+    """
+    try:
+        base = load_model_config(options.model)
+    except ConfigError as error:
+        return None, error.problems
+    config = _with_sizes(base, options)
+    problems = []
+    if base.family == "gpt2" and options.kv_heads not in (None, config.num_attention_heads):
+        problems.append(
+            f"--kv-heads {options.kv_heads} is not possible with --model {options.model}: the gpt2 family has as many "
+            "key-value heads as heads; leave it out"
+        )
+    vocab_size = options.vocab
+    if vocab_size is None:
+        from_tokenizer = options.model in VOCAB_FROM_TOKENIZER and tokenizer_size is not None
+        vocab_size = tokenizer_size if from_tokenizer else base.vocab_size
+    assert vocab_size is not None
+    if vocab_size < 1:
+        problems.append(f"--vocab {vocab_size} must be at least 1")
+    elif tokenizer_size is not None and vocab_size < tokenizer_size:
+        what = (
+            f"--vocab {vocab_size}" if options.vocab is not None else f"--model {options.model}, of {vocab_size} ids,"
+        )
+        problems.append(
+            f"{what} has no room for the {tokenizer_size} ids of the tokenizer; "
+            f"use --vocab {tokenizer_size} or more, or another --tokenizer"
+        )
+    config = replace(config, vocab_size=vocab_size)
+    if config.positions == "rotary":
+        # Rotary positions have no table that ends: the saved model is to state the length it was trained on.
+        longest = max(config.max_position_embeddings, sequence_length)
+        config = replace(config, max_position_embeddings=longest)
+    return config, problems
+
+
+def _with_sizes(base: DecoderConfig, options: ModelOptions) -> DecoderConfig:
+    """Return `base`, which is resolved, with the sizes that are given, and those that follow from them."""
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": options.layers,
+        "hidden_size": options.hidden,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "intermediate_size": options.ffn,
+    }
+    if options.hidden is not None and options.ffn is None:
+        scaled = base.intermediate_size * options.hidden / base.hidden_size
+        sizes["intermediate_size"] = (
+            round(scaled) if scaled.is_integer() else -int(-scaled // FFN_MULTIPLE) * FFN_MULTIPLE
+        )
+    if options.kv_heads is None and base.num_key_value_heads == base.num_attention_heads:
+        sizes["num_key_value_heads"] = options.heads
+    config = replace(base, **{name: size for name, size in sizes.items() if size is not None})
+    if base.query_size == base.hidden_size:
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        # 0, when the heads do not fill the hidden size, is what `DecoderConfig.check` reports.
+        config = replace(config, head_dim=hidden // heads if heads > 0 and hidden % heads == 0 else 0)
+    return config

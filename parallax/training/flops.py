@@ -1,0 +1,97 @@
+"""Model FLOPs utilisation: what share of the devices' peak the model's own operations use.
+
+The peak of a GPU is its dense bf16 rate, whatever precision the run has: half of what data sheets print, who count 2:4 sparsity.
+Where there is no entry (a CPU, a GPU not listed), the rate of a large matrix product in the run's precision is measured once.
+The model's operations are `parallax.models.config.flops_per_token`: causal attention as half a square, recomputation not
+counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets. The first name that is part of torch's device name
+# counts, so the special cases stand before the general ones. "H100" alone is the SXM board ("NVIDIA H100 80GB HBM3").
+GPU_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB300", 2500e12),
+    ("GB200", 2500e12),
+    ("B300", 2250e12),
+    ("B200", 2250e12),
+    ("B100", 1750e12),
+    ("H200 NVL", 835e12),
+    ("GH200", 989.4e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989.4e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989.4e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI355X", 2500e12),
+    ("MI325X", 1307e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),  # one of its two dies, which is one device to torch
+)
+
+
+def gpu_peak_flops(name: str) -> float | None:
+    """Return the peak FLOP/s of the GPU with torch's device name `name`, or None if it is not listed."""
+    words = name.lower().replace("-", " ").split()
+    for model, peak in GPU_PEAK_FLOPS:
+        parts = model.lower().split()
+        if any(words[i : i + len(parts)] == parts for i in range(len(words))):
+            return peak
+    return None
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak FLOP/s of one device: of the GPU by its name, else of a matrix product in `dtype`, measured now."""
+    import torch
+
+    if device.type == "cuda":
+        peak = gpu_peak_flops(torch.cuda.get_device_name(device))
+        return peak if peak is not None else measured_flops(device, dtype, size=8192)
+    return measured_flops(device, dtype)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_seconds: float = 0.3) -> float:
+    """Return the best FLOP/s of square matrix products, with the number of threads that torch has now.
+
+    size: rows and columns. On a CPU core that reaches 100 GFLOP/s, one product of 1024 takes 21 ms.
+    """
+    import torch
+
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    result = torch.empty_like(left)
+    best, end = float("inf"), time.perf_counter() + budget_seconds
+    attempts = 0
+    while attempts < 3 or time.perf_counter() < end:
+        started = time.perf_counter()
+        torch.mm(left, right, out=result)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        if attempts:  # the first one warms up
+            best = min(best, seconds)
+        attempts += 1
+    return 2.0 * size**3 / best
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, total_peak_flops: float) -> float:
+    """Return the share, 0 to 1, of all devices' peak FLOP/s that the model's operations used."""
+    return tokens_per_second * flops_per_token / total_peak_flops

@@ -1,0 +1,98 @@
+"""The learning rate as a function of the step: linear warm-up, then one of four shapes.
+
+    cosine    half a cosine from lr to min_lr (Loshchilov and Hutter 2017, arXiv:1608.03983)
+    linear    a straight line from lr to min_lr
+    constant  lr
+    wsd       lr, then a straight line to min_lr over the last fifth: warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)
+
+Step s counts from 0. Warm-up gives lr * (s + 1) / (warmup_steps + 1), so that no step is spent on a rate of 0 and lr is reached
+at step warmup_steps. From lr_decay_steps on the rate is min_lr. A pure function of the step: a resumed run goes on where the
+unbroken one would be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from parallax.flags import named
+
+WSD_DECAY_FRACTION = 0.2  # of lr_decay_steps; 10 to 20% is enough (Hagele et al. 2024, arXiv:2405.18392)
+DEFAULT_WARMUP_FRACTION, MAX_DEFAULT_WARMUP = 0.1, 2000
+DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown et al. 2020
+
+
+@dataclass(frozen=True)
+class LearningRateOptions:
+    """How far each step goes, and how that changes over the run."""
+
+    lr: float = 2e-3
+    """Learning rate after the warm-up."""
+
+    lr_schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], named("lr-schedule", "lr-decay-style")] = (
+        "cosine"
+    )
+    """Shape after the warm-up; wsd stays at --lr and decays linearly over the last fifth of --lr-decay-steps."""
+
+    min_lr: Annotated[float | None, named("min-lr", metavar="FLOAT", default="a tenth of --lr")] = None
+    """Learning rate at the end of the decay, and after it."""
+
+    warmup_steps: Annotated[
+        int | None,
+        named("warmup-steps", "lr-warmup-iters", metavar="INT", default="a tenth of the steps, at most 2000"),
+    ] = None
+    """Steps in which the rate rises linearly to --lr."""
+
+    lr_decay_steps: Annotated[
+        int | None, named("lr-decay-steps", "lr-decay-iters", metavar="INT", default="the steps of the run")
+    ] = None
+    """Step, warm-up included, at which the decay ends."""
+
+    def check(self, steps: int) -> list[str]:
+        """Return what is wrong with these options in a run of `steps` steps, a sentence each."""
+        problems = []
+        if self.lr <= 0:
+            problems.append(f"--lr {self.lr} must be above 0")
+        elif self.min_lr is not None and not 0 <= self.min_lr <= self.lr:
+            problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")
+        if self.warmup_steps is not None and not 0 <= self.warmup_steps <= steps:
+            problems.append(f"--warmup-steps {self.warmup_steps} must be between 0 and the {steps} steps of the run")
+        if self.lr_schedule == "constant":
+            problems += [
+                f"--{name} has no effect with --lr-schedule constant; leave it out or use cosine, linear or wsd"
+                for name, value in (("min-lr", self.min_lr), ("lr-decay-steps", self.lr_decay_steps))
+                if value is not None
+            ]
+        elif self.lr_decay_steps is not None and self.lr_decay_steps < max(1, self.warmup_steps or 0):
+            least = f"--warmup-steps {self.warmup_steps}" if self.warmup_steps else "1"
+            problems.append(f"--lr-decay-steps {self.lr_decay_steps} must be at least {least}")
+        return problems
+
+    def resolved(self, steps: int) -> LearningRateOptions:
+        """Return these options with the defaults of a run of `steps` steps filled in."""
+        decay = steps if self.lr_decay_steps is None else self.lr_decay_steps
+        warmup = min(int(DEFAULT_WARMUP_FRACTION * min(steps, decay)), MAX_DEFAULT_WARMUP)
+        filled = replace(self, warmup_steps=warmup if self.warmup_steps is None else self.warmup_steps)
+        if self.lr_schedule == "constant":
+            return filled
+        min_lr = DEFAULT_MIN_LR_FRACTION * self.lr if self.min_lr is None else self.min_lr
+        return replace(filled, min_lr=min_lr, lr_decay_steps=decay)
+
+
+def learning_rate(step: int, options: LearningRateOptions) -> float:
+    """Return the learning rate of `step`, counted from 0; `options` are resolved."""
+    warmup = options.warmup_steps
+    assert warmup is not None, "learning_rate needs resolved options"
+    if step < warmup:
+        return options.lr * (step + 1) / (warmup + 1)
+    if options.lr_schedule == "constant":
+        return options.lr
+    end, min_lr = options.lr_decay_steps, options.min_lr
+    assert end is not None and min_lr is not None, "learning_rate needs resolved options"
+    if step >= end:
+        return min_lr
+    start = max(warmup, end - round(WSD_DECAY_FRACTION * end)) if options.lr_schedule == "wsd" else warmup
+    progress = max(0, step - start) / max(1, end - start)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if options.lr_schedule == "cosine" else 1 - progress
+    return min_lr + share * (options.lr - min_lr)

@@ -1,0 +1,138 @@
+"""Bytes that one rank holds, by arithmetic: weights, gradients, optimizer states, and what forward keeps for backward.
+
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), applied to the blocks of this library. For n
+tokens of a micro-batch, element size e, tp size t, and r = n / t with sequence parallelism, else n, a layer keeps
+
+    e * 4 r hidden                      inputs of the two norms and of the two column-parallel products
+    e * 2 n (query + key_value) / t     q, k, v and the output of attention
+    e * 3 n ffn / t                     gate, up and their product (2 with gelu)
+
+and a little fp32: a statistic or two per token of each norm, and of each head of the flash attention. The attention scores are
+never kept, so selective recomputation saves little here; full recomputation keeps the layer's input, e * r hidden, and needs
+one layer's worth again while that layer runs backward. There is no dropout, so none of the paper's masks.
+
+The model states follow Rajbhandari et al. 2020 (arXiv:1910.02054, section 3), with fp32 gradients.
+Left out: the framework itself, the allocator's fragmentation, and buffers of communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from parallax.models.config import DecoderConfig
+
+FP32_BYTES = 4
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. `activations` of all micro-batches in flight; `working` lives only while a layer or the loss runs."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the formulas need to know of a rank: its micro-batch, its slice of each matrix, and the kind of run.
+
+    micro_batch, seq_len: of the tokens. tp: its size. sp: sequence parallelism. precision, recompute: as the options say.
+    """
+
+    config: DecoderConfig
+    micro_batch: int
+    seq_len: int
+    tp: int = 1
+    sp: bool = False
+    precision: str = "fp32"
+    recompute: str = "none"
+
+    @property
+    def element(self) -> int:
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.micro_batch * self.seq_len
+
+    @property
+    def residual_tokens(self) -> int:
+        """Tokens per rank between the blocks."""
+        return self.num_tokens // self.tp if self.sp else self.num_tokens
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one hidden state between the blocks, which is also what one stage sends to the next."""
+        return self.residual_tokens * self.config.hidden_size * self.element
+
+    @property
+    def query_size(self) -> int:
+        return self.config.query_size // self.tp
+
+    @property
+    def key_value_size(self) -> int:
+        """Features of k (or v) per rank; with fewer KV heads than ranks each holds one whole head."""
+        return max(1, self.config.num_key_value_heads // self.tp) * self.config.head_dim
+
+
+def layer_activation_bytes(shapes: Shapes) -> int:
+    """Return what one layer keeps of one micro-batch from forward to backward."""
+    if shapes.recompute == "full":
+        return shapes.hidden_bytes
+    return _whole_layer_bytes(shapes)
+
+
+def _whole_layer_bytes(shapes: Shapes) -> int:
+    config, n = shapes.config, shapes.num_tokens
+    heads_out = 2 * (shapes.query_size + shapes.key_value_size)
+    mlp_parts = 3 if config.activation == "swiglu" else 2
+    kept = shapes.element * n * (heads_out + mlp_parts * config.intermediate_size // shapes.tp)
+    kept += 4 * shapes.hidden_bytes + 2 * _norm_statistics(shapes)
+    if shapes.recompute == "selective":
+        return kept
+    kept += FP32_BYTES * n * config.num_attention_heads // shapes.tp  # the log-sum-exp of each row of the scores
+    if config.qk_norm:
+        heads = (shapes.query_size + shapes.key_value_size) // config.head_dim
+        kept += n * heads * (config.head_dim * shapes.element + FP32_BYTES)
+    return kept
+
+
+def _norm_statistics(shapes: Shapes) -> int:
+    return shapes.residual_tokens * FP32_BYTES * (2 if shapes.config.norm == "layernorm" else 1)
+
+
+def logits_bytes(shapes: Shapes, padded_vocab_size: int) -> int:
+    """Return what the loss keeps of one micro-batch: the final norm's input and output, and this rank's logits."""
+    logits = shapes.num_tokens * padded_vocab_size // shapes.tp * shapes.element
+    return 2 * shapes.hidden_bytes + _norm_statistics(shapes) + logits
+
+
+def loss_working_bytes(shapes: Shapes, padded_vocab_size: int) -> int:
+    """Return what the loss's backward makes besides: the probabilities in fp32 and, in another type, the gradient."""
+    logits = shapes.num_tokens * padded_vocab_size // shapes.tp
+    separate = shapes.precision != "fp32" or padded_vocab_size != shapes.config.vocab_size
+    return logits * (FP32_BYTES + (shapes.element if separate else 0))
+
+
+def layer_working_bytes(shapes: Shapes) -> int:
+    """Return what one layer needs while it runs backward beyond what it kept: with full recomputation, itself once more."""
+    return _whole_layer_bytes(shapes) if shapes.recompute == "full" else 0
+
+
+def model_state_bytes(num_elements: int, holders: int, precision: str, zero: int) -> tuple[int, int, int]:
+    """Return the bytes of (weights, gradients, optimizer states) of parameters that `holders` ranks hold a copy of.
+
+    Weights in the run's precision and fp32 gradients lie on every holder. AdamW's two fp32 moments, and in bf16 the fp32 main
+    parameters, do too with ZeRO 0, and are divided among the holders with ZeRO 1.
+    """
+    states = 2 if precision == "fp32" else 3
+    kept = num_elements if zero == 0 else num_elements // holders
+    return num_elements * ELEMENT_BYTES[precision], num_elements * FP32_BYTES, kept * FP32_BYTES * states
