@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 PROGRAM = "pretrain.py"
 _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
 
-# Options that leave the sequence of losses as it is, up to rounding; every other one changes the run.
+# Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
+# name is told by their fingerprints, not by their paths.
 HARMLESS = frozenset(
-    "tp pp dp sp schedule pipeline_layout zero micro_batch recompute steps tokens "
+    "data tokenizer tp pp dp sp schedule pipeline_layout zero micro_batch recompute steps tokens "
     "out resume save_every log_every eval_every eval_steps timeout config dry_run world_size".split()
 )
 
@@ -284,16 +285,24 @@ def _shown(value: Any) -> str:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
-    """Return in what two `PretrainConfig.to_dict()` differ, those that change the run first."""
-    result = []
+    """Return in what two runs differ, each a `PretrainConfig.to_dict()` with fingerprints, under their names, added to it."""
+    before, now = (json.loads(json.dumps(saved)) for saved in (before, now))  # tuples become lists, as in a file
+    pairs: list[tuple[str, Any, Any, bool]] = []
     for part in ("model", "resolved"):
-        old, new = (json.loads(json.dumps(saved.get(part, {}))) for saved in (before, now))
+        old, new = before.get(part, {}), now.get(part, {})
         for name in dict.fromkeys([*old, *new]):
             # The sizes of the model are compared as they came out, whichever option or file gave them.
-            given_by_model = part == "resolved" and name in _MODEL_FIELDS
-            if old.get(name) != new.get(name) and not given_by_model:
-                result.append(Difference(name, old.get(name), new.get(name), part == "resolved" and name in HARMLESS))
-    return sorted(result, key=lambda difference: difference.harmless)
+            if part == "model" or name not in _MODEL_OPTIONS:
+                pairs.append((name, old.get(name), new.get(name), part == "resolved" and name in HARMLESS))
+    for name in dict.fromkeys([*before, *now]):
+        if name not in ("model", "resolved", "options"):
+            pairs.append((f"the fingerprint of the {name}", before.get(name), now.get(name), False))
+    return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
-_MODEL_FIELDS = frozenset(entry.name for entry in dataclasses.fields(ModelOptions))
+_MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptions))
+
+
+def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return, each as a clause, the differences that would make a resumed run another one."""
+    return [str(difference) for difference in differences(before, now) if not difference.harmless]

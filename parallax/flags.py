@@ -125,12 +125,17 @@ def read_words(words: Sequence[str], flags: Mapping[str, Flag], dashes: str = "-
                 values.append(words[position])
                 position += 1
         last = flag
+        shown = word.partition("=")[0] if dashes else name
         if flag is None:
-            problems.append(f"{dashes}{name} is no option{_nearest(name, [*known, *switches], dashes)}")
+            problems.append(f"{shown} is no option{_nearest(name, [*known, *switches], dashes)}")
             continue
-        if flag.kind is bool and not equals:
+        if flag.kind is bool:
+            forms = f"--{flag.name} or --no-{flag.name}" if dashes else f"{flag.name} = true or {flag.name} = false"
+            wrong = f"{shown} takes no value, it was given {value!r}; use {forms}" if equals else None
             values = [str(name in known)]
-        if wrong := _wrong(flag, values, dashes + name):
+        else:
+            wrong = _wrong(flag, values, shown)
+        if wrong is not None:
             problems.append(wrong)
         elif flag.name in given:
             earlier, now = " ".join(given[flag.name]), " ".join(values)
@@ -150,11 +155,7 @@ def _nearest(name: str, names: Iterable[str], dashes: str) -> str:
 
 
 def _wrong(flag: Flag, values: Sequence[str], name: str) -> str | None:
-    """Say what is wrong with the values of a flag."""
-    if flag.kind is bool:
-        if values not in (["True"], ["False"]):
-            return f"{name} takes no value, it was given {values[0]!r}; use --{flag.name} or --no-{flag.name}"
-        return None
+    """Say what is wrong with the values of a flag that takes some."""
     if not values:
         return f"{name} needs a value"
     if flag.count is not None and len(values) != flag.count:
@@ -171,8 +172,9 @@ def _wrong(flag: Flag, values: Sequence[str], name: str) -> str | None:
 
 def _is_number(text: str, kind: type) -> bool:
     try:
-        return math.isfinite(kind(text))
-    except ValueError:
+        kind(text)
+        return math.isfinite(float(text))
+    except (ValueError, OverflowError):
         return False
 
 

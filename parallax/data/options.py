@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from parallax.data.corpus import check_data_path
 from parallax.data.tokenizer_source import find_tokenizer
 from parallax.errors import ConfigError
+from parallax.flags import named
 
 MAX_EVAL_FRACTION = 0.5
 
@@ -16,11 +18,15 @@ MAX_EVAL_FRACTION = 0.5
 class DataOptions:
     """The text, how it is cut into tokens, and how much of it is held out."""
 
-    data: tuple[str, ...] = ()
-    """Files or folders: text, or .jsonl with a "text" key. Default: the source of Python's standard library."""
+    data: Annotated[
+        tuple[str, ...], named("data", metavar="PATH [PATH ...]", default="the source of Python's standard library")
+    ] = ()
+    """Files or folders: text, or .jsonl with a "text" key."""
 
-    tokenizer: str | None = None
-    """A sentencepiece .model, a Hugging Face folder or tokenizer.json, or bytes. Default: one trained once, 4096 ids."""
+    tokenizer: Annotated[
+        str | None, named("tokenizer", metavar="PATH|bytes", default="one trained once on that source, 4096 ids")
+    ] = None
+    """A sentencepiece .model, a Hugging Face folder or tokenizer.json, or bytes."""
 
     eval_fraction: float = 0.01
     """Share of the tokens that is held out for evaluation, 0 to 0.5; 0 holds out nothing."""

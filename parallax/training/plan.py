@@ -12,11 +12,14 @@ gathers its input again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from parallax.data_parallel.options import OptimizerOptions
 from parallax.data_parallel.plan import BucketKey, BucketPlan, ParameterSize, bucket_key, plan_buckets
 from parallax.mesh import Group, Layout, Replicas
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
@@ -36,7 +39,7 @@ from parallax.training.memory import (
     model_state_bytes,
 )
 from parallax.training.options import ParallelOptions, TrainingOptions
-from parallax.training.stages import stage_flops, stage_ranges
+from parallax.training.stages import stage_flops
 
 TABLE_WIDTH = 200  # characters that the table may take; it takes what it needs
 
@@ -85,12 +88,35 @@ class Plan:
         return num_parameters(self.config)
 
 
-def make_plan(
-    config: DecoderConfig, layout: Layout, parallel: ParallelOptions, training: TrainingOptions, zero: int
-) -> Plan:
+class PlannedRun(Protocol):
+    """What a plan reads of a resolved configuration."""
+
+    @property
+    def model_config(self) -> DecoderConfig: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def parallel(self) -> ParallelOptions: ...
+    @property
+    def training(self) -> TrainingOptions: ...
+    @property
+    def optimizer(self) -> OptimizerOptions: ...
+    @property
+    def stage_ranges(self) -> list[range]: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+
+
+def make_plan(run: PlannedRun) -> Plan:
     """Return the plan of a run, whose options have been checked; takes seconds for any number of ranks."""
-    ranges = stage_ranges(config, layout, parallel.pipeline_layout, training.seq_len)
-    num_micro_batches = training.global_batch // (training.micro_batch * layout.dp)
+    config, layout, parallel, training, zero = (
+        run.model_config,
+        run.layout,
+        run.parallel,
+        run.training,
+        run.optimizer.zero,
+    )
+    ranges, num_micro_batches = run.stage_ranges, run.num_micro_batches
     simulation = simulate(SCHEDULES[parallel.schedule](layout.pp, num_micro_batches))
     shapes = Shapes(
         config, training.micro_batch, training.seq_len, layout.tp, parallel.sp, training.precision, training.recompute
@@ -179,16 +205,19 @@ def stage_traffic(
     )
 
 
-def print_plan(plan: Plan) -> None:
-    """Print a plan for people; called by one rank."""
+def print_plan(run: PlannedRun) -> None:
+    """Print the plan of a run for people, from global rank 0 if there is a launcher after all."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     from rich.console import Console
     from rich.table import Table
 
+    plan = make_plan(run)
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)  # a line that is folded is easier to read than cells that are cut
-    for line in _summary(plan):
-        console.print(line)
     unit, scale = ("GiB", 2**30) if max(stage.memory.total for stage in plan.stages) >= 2**31 else ("MiB", 2**20)
+    for line in _summary(plan, unit, scale):
+        console.print(line)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = (
         "stage layers ranks parameters in_flight weights gradients optimizer activations working total tp pp dp".split()
@@ -212,7 +241,7 @@ def print_plan(plan: Plan) -> None:
     console.print(table)
 
 
-def _summary(plan: Plan) -> Iterable[str]:
+def _summary(plan: Plan, unit: str, scale: int) -> Iterable[str]:
     layout, stages = plan.layout, plan.stages
     yield f"{layout.world_size:,} ranks = tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
     strides = {"tp": 1, "dp": layout.tp, "pp": layout.tp * layout.dp}
@@ -225,9 +254,11 @@ def _summary(plan: Plan) -> Iterable[str]:
     totals = [stage.memory.total for stage in stages]
     slowest = max(stage.flops_share for stage in stages)
     yield f"parameters: {plan.num_parameters:,}; per rank {min(counts):,} to {max(counts):,}"
-    low, high = min(totals) / 2**30, max(totals) / 2**30
-    yield f"memory: per rank {low:.2f} to {high:.2f} GiB, without the framework's own"
-    yield f"step: {plan.tokens_per_step:,} tokens, {plan.flops_per_step:.3e} FLOPs of the model, {plan.num_micro_batches} micro-batches"
+    yield f"memory: per rank {min(totals) / scale:,.2f} to {max(totals) / scale:,.2f} {unit}, without the framework's own"
+    yield (
+        f"step: {plan.tokens_per_step:,} tokens, {plan.flops_per_step:.3e} FLOPs of the model, "
+        f"{plan.num_micro_batches} micro-batches"
+    )
     yield (
         f"pipeline: {plan.schedule}, bubble {plan.bubble:.1%} of the step; the slowest stage has {slowest:.2f} times its "
         "share of the FLOPs"
