@@ -1,0 +1,100 @@
+"""The loop around the train step: learning rate, evaluation, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallax.data.loader import BatchLoader
+from parallax.training.flops import mfu
+from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
+from parallax.training.options import RunOptions
+from parallax.training.state import TrainState
+from parallax.training.step import StepResult, TrainStep, evaluate
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """How the held-out part is evaluated: its first `steps` global batches, the same each time."""
+
+    loader: BatchLoader
+    steps: int
+
+
+@dataclass(eq=False)
+class Run:
+    """All that the loop works with.
+
+    steps: of the whole run. tokens_per_step: targets of one step, over all ranks. learning_rate: of a step counted from 0.
+    save: writes a checkpoint of the state as it is. flops_per_token: the model's own operations. peak_flops: of all devices
+    together.
+    """
+
+    options: RunOptions
+    steps: int
+    tokens_per_step: int
+    train_step: TrainStep
+    loader: BatchLoader
+    evaluation: Evaluation | None
+    metrics: Metrics
+    state: TrainState
+    learning_rate: Callable[[int], float]
+    save: Callable[[TrainState], None]
+    flops_per_token: float
+    peak_flops: float
+
+
+def fit(run: Run) -> None:
+    """Train from `run.state` to the last step; a checkpoint is always left at the end."""
+    options, state, metrics = run.options, run.state, run.metrics
+    watch, saved = Stopwatch(), state.step
+    while state.step < run.steps:
+        lr = run.learning_rate(state.step)
+        result = run.train_step(run.loader.micro_batches(state.step), lr)
+        state.step += 1
+        state.tokens += run.tokens_per_step
+        watch.steps += 1
+        metrics.advance(state.step)
+        last = state.step == run.steps
+        evaluates = run.evaluation is not None and (last or _due(state.step, options.eval_every))
+        values: dict[str, float] = {}
+        if last or evaluates or _due(state.step, options.log_every):
+            values = _measure(run, result, lr, watch)
+        started = time.perf_counter()
+        if run.evaluation is not None and evaluates:
+            values["eval_loss"] = _evaluate(run.train_step, run.evaluation)
+        if values:
+            metrics.write(values)
+        if last or _due(state.step, options.save_every):
+            run.save(state)
+            saved = state.step
+        watch.pause(time.perf_counter() - started)
+    assert saved == state.step, (saved, state)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _measure(run: Run, result: StepResult, lr: float, watch: Stopwatch) -> dict[str, float]:
+    """The values of one logged step; the only place where the loop waits for the device."""
+    loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    seconds, steps = watch.read()
+    speed = steps * run.tokens_per_step / seconds
+    return {
+        "step": run.state.step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "tokens": run.state.tokens,
+        "tokens_per_second": speed,
+        "mfu": mfu(speed, run.flops_per_token, run.peak_flops),
+        "step_seconds": seconds / steps,
+        "memory_bytes": peak_memory_bytes(run.train_step.mesh.device),
+    }
+
+
+def _evaluate(train_step: TrainStep, evaluation: Evaluation) -> float:
+    batches = (evaluation.loader.micro_batches(step) for step in range(evaluation.steps))
+    return evaluate(train_step.runner, batches)

@@ -1,0 +1,151 @@
+"""What a run tells: a line in the terminal, metrics.jsonl and TensorBoard events, all from rank 0.
+
+metrics.jsonl holds one JSON object per logged step with the keys
+
+    step              steps done, counted from 1
+    loss              the optimised loss: mean over the step's targets, nats
+    grad_norm         global norm of the gradient before clipping
+    lr                learning rate of the step
+    tokens            tokens trained on so far
+    tokens_per_second over all ranks, since the last logged step
+    mfu               share of the devices' peak used by the model's own operations, 0 to 1
+    step_seconds      wall time of a step, mean since the last logged step
+    memory_bytes      peak memory of rank 0: of its GPU, or of its process on a CPU
+    eval_loss         on the held-out part, at the steps where it was evaluated
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this rank so far: allocated on its GPU, or resident in its process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes on Linux
+
+
+class Metrics:
+    """Writes what rank 0 reports; on other ranks every method does nothing.
+
+    out: the run's folder; total_steps: for the progress bar; first_step: steps already done, whose lines are kept and
+    whose later lines (of a run that went on after its last checkpoint) are dropped.
+    """
+
+    def __init__(self, out: Path, rank: int, total_steps: int, first_step: int = 0) -> None:
+        self.enabled = rank == 0
+        if not self.enabled:
+            return
+        self.console = Console(soft_wrap=True, highlight=False)
+        self.path = out / "metrics.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
+        kept = _lines_up_to(self.path, first_step) if first_step else []
+        self.path.write_text("".join(kept), encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.progress.add_task("training", total=total_steps, completed=first_step)
+
+    def __enter__(self) -> Metrics:
+        if self.enabled:
+            self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            self.progress.stop()
+            self.writer.close()
+
+    def say(self, text: str) -> None:
+        """Print a notice."""
+        if self.enabled:
+            self.console.print(text, markup=False)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar to `step`."""
+        if self.enabled:
+            self.progress.update(self.task, completed=step)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Record one logged step and print its line."""
+        if not self.enabled:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        for name, value in values.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, values["step"])
+        self.writer.flush()
+        self.console.print(_line(values), markup=False)
+
+
+def _line(values: dict[str, Any]) -> str:
+    parts = [
+        f"step {values['step']:>6}",
+        f"loss {values['loss']:.4f}",
+        f"grad norm {values['grad_norm']:.3f}",
+        f"lr {values['lr']:.2e}",
+        f"{values['tokens_per_second']:,.0f} tokens/s",
+        f"mfu {values['mfu']:.1%}",
+        f"{values['step_seconds'] * 1000:,.0f} ms/step",
+        f"{values['memory_bytes'] / 2**30:.2f} GiB",
+    ]
+    if "eval_loss" in values:
+        parts.append(f"eval loss {values['eval_loss']:.4f}")
+    return "  ".join(parts)
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of an earlier run up to `step`; a line cut short by a crash ends them."""
+    kept: list[str] = []
+    if not path.exists():
+        return kept
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except (json.JSONDecodeError, KeyError, TypeError):
+            break
+        kept.append(line)
+    return kept
+
+
+class Stopwatch:
+    """Wall time and steps since the last reading, without what was paused (evaluation, saving)."""
+
+    def __init__(self) -> None:
+        self.started, self.steps, self.paused = time.perf_counter(), 0, 0.0
+
+    def read(self) -> tuple[float, int]:
+        """Return (seconds, steps) since the last reading and start again."""
+        now = time.perf_counter()
+        result = now - self.started - self.paused, self.steps
+        self.started, self.steps, self.paused = now, 0, 0.0
+        return result
+
+    def pause(self, seconds: float) -> None:
+        """Leave `seconds` out of the next reading."""
+        self.paused += seconds

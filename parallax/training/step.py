@@ -1,0 +1,156 @@
+"""One training step, the same code for every layout.
+
+    count the targets of the whole step         one AllReduce over dp
+    zero the main gradients
+    run the pipeline schedule                   each micro-batch's summed loss divided by that count
+    finish the gradient reduction               most of it ran during the last backward
+    gradient norm and loss                      one AllReduce over the world, two numbers
+    clip, update
+
+A single process runs the same schedule with one stage: gradient accumulation is a pipeline of length one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from parallax.collectives import all_reduce_
+from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
+from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
+from parallax.data_parallel.optimizer import ShardedAdamW
+from parallax.mesh import Mesh
+from parallax.pipeline.actions import Schedule
+from parallax.pipeline.executor import PipelineExecutor
+from parallax.pipeline.lower import Program
+from parallax.pipeline.schedules import forward_only
+from parallax.pipeline.transport import ActivationSpec
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """What a loss is; see parallax.objectives."""
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the number of targets in `batch`."""
+
+    def loss(self, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of the losses, weight)."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device, so that a step that is not logged does not wait for them.
+
+    loss: the optimised loss, summed over the step and divided by its weight. weight: the targets of the step.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    weight: torch.Tensor
+
+
+class StageRunner:
+    """Feeds the micro-batches of a step to this rank's stage, inside a pipeline schedule.
+
+    spec: what stages hand on. `training` and `evaluating` are the programs of the schedule and of its forwards alone.
+    """
+
+    def __init__(
+        self, stage: nn.Module, objective: Objective, schedule: Schedule, spec: ActivationSpec, mesh: Mesh
+    ) -> None:
+        self.stage, self.objective, self.mesh = stage, objective, mesh
+        index, count = mesh.pp_rank, schedule.num_stages
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.executor = PipelineExecutor(schedule, mesh.pp, {index: self._forward}, spec, mesh.device)
+        self.training = self.executor.program
+        self.evaluating = self.executor.prepare(forward_only(count, schedule.num_micro_batches))
+        self._batches: Sequence[Batch] = ()
+        self._weight = torch.ones(())
+
+    def _forward(self, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+        batch = self._batches[micro_batch]
+        if self.is_first:
+            hidden = batch["input_ids"]
+        output = self.stage(hidden)
+        if not self.is_last:
+            return output
+        loss_sum, _ = self.objective.loss(output, batch)
+        return loss_sum / self._weight
+
+    def on_device(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the micro-batches on this rank's device."""
+        return [
+            {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+            for batch in batches
+        ]
+
+    def count(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Return the targets of the step over all micro-batches and data-parallel ranks, fp32, at least 1."""
+        weights = torch.stack([self.objective.weight(batch) for batch in batches])
+        return all_reduce_(weights.sum(), self.mesh.dp).clamp_(min=1).float()
+
+    def run(
+        self,
+        program: Program,
+        batches: Sequence[Batch],
+        weight: torch.Tensor,
+        before_last_backward: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Run a program; return this rank's contribution to the loss, float64, counted once over the world.
+
+        weight: what each micro-batch's summed loss is divided by.
+        """
+        self._batches, self._weight = batches, weight
+        losses = self.executor.run(program, before_last_backward)
+        self._batches = ()
+        # Every tp rank of the last stage computes the same loss.
+        if not losses or self.mesh.tp_rank != 0:
+            return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return torch.stack(losses).double().sum()
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """Everything that one step needs; call it with the rank's micro-batches and the learning rate."""
+
+    runner: StageRunner
+    parameters: list[NamedParameter]
+    buckets: GradientBuckets
+    optimizer: ShardedAdamW
+    mesh: Mesh
+    clip_grad: float  # limit of the global gradient norm; 0: no clipping
+
+    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        batches = self.runner.on_device(batches)
+        weight = self.runner.count(batches)
+        self.buckets.zero_grad()
+        loss = self.runner.run(
+            self.runner.training,
+            batches,
+            weight,
+            before_last_backward=lambda stage: self.buckets.expect_last_backward(),
+        )
+        self.buckets.finish()
+        totals = all_reduce_(torch.stack([local_squared_norm(self.buckets), loss]), self.mesh.world)
+        grad_norm = totals[0].sqrt()
+        self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad))
+        return StepResult(totals[1], grad_norm, weight)
+
+
+@torch.no_grad()
+def evaluate(runner: StageRunner, steps: Iterable[Sequence[Batch]]) -> float:
+    """Return the mean loss over the targets of all `steps`, each a list of this rank's micro-batches."""
+    total = torch.zeros(2, dtype=torch.float64, device=runner.mesh.device)
+    for batches in steps:
+        batches = runner.on_device(batches)
+        weight = runner.count(batches)
+        total[0] += runner.run(runner.evaluating, batches, torch.ones_like(weight))
+        total[1] += weight if runner.mesh.rank == 0 else 0
+    loss_sum, weight_sum = all_reduce_(total, runner.mesh.world).tolist()
+    return loss_sum / weight_sum

@@ -1,0 +1,94 @@
+"""The layout is never visible in the loss: losses and gradient norms of ten steps equal those of one process.
+
+A table of layouts and of everything else that may not matter. A part of it runs always; `-m slow` runs the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from parallax.mesh import Layout
+from parallax.models.presets import PRESETS
+from tests.distributed.harness import run_layout
+from tests.distributed.training import SMALL, Case, train_all
+
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "tp2": Layout(tp=2),
+    "tp4": Layout(tp=4),
+    "pp2": Layout(pp=2),
+    "pp4": Layout(pp=4),
+    "tp2 pp2": Layout(tp=2, pp=2),
+    "tp2 pp2 dp2": Layout(tp=2, pp=2, dp=2),
+}
+TIED = replace(SMALL, tie_word_embeddings=True)
+ONE_KV_HEAD = replace(SMALL, num_key_value_heads=1)
+QWEN3 = replace(SMALL, family="qwen3", qk_norm=True, num_key_value_heads=1, tie_word_embeddings=True)
+GPT = replace(
+    SMALL,
+    family="gpt2",
+    norm="layernorm",
+    activation="gelu",
+    positions="learned",
+    bias=True,
+    num_key_value_heads=4,
+    tie_word_embeddings=True,
+)
+DEFAULT = Case(model=PRESETS["tiny"].resolved(), seq_len=128, global_batch=16)
+
+
+def _check(layout: Layout, cases: list[Case]) -> None:
+    references = list(dict.fromkeys(case.reference for case in cases))
+    expected = dict(zip(references, run_layout(Layout(), train_all, references, timeout=300)[0], strict=True))
+    for results in run_layout(layout, train_all, cases, timeout=300):
+        for case, result in zip(cases, results, strict=True):
+            for step, (got, want) in enumerate(zip(result, expected[case.reference], strict=True)):
+                assert got == pytest.approx(want, rel=1e-5), f"{layout}, {case}, step {step}"
+            assert case.steps < 5 or result[-1][0] < result[0][0], "the loss did not fall"
+
+
+# For each layout, cases that between them hold every option; pairs of layouts share the rest.
+ALWAYS = {
+    "dp2": [Case(zero=0), Case(zero=1, model=TIED, micro_batch=1)],
+    "tp2": [Case(sp=True), Case(model=TIED, zero=0, recompute="full")],
+    "tp4": [
+        Case(model=QWEN3, sp=True),
+        Case(model=ONE_KV_HEAD, zero=0),
+        Case(model=GPT, sp=True, recompute="selective"),
+    ],
+    "pp2": [Case(model=TIED, zero=0, schedule="gpipe"), Case(model=GPT, pipeline_layout="Et|t*3L")],
+    "pp4": [Case(micro_batch=1), Case(model=QWEN3, schedule="gpipe")],
+    "tp2 pp2": [Case(model=TIED, sp=True), Case(model=GPT, zero=0, micro_batch=1)],
+    "tp2 pp2 dp2": [Case(model=TIED), Case(sp=True, zero=0, schedule="gpipe", recompute="full")],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_norms_equal_those_of_one_process(layout: str) -> None:
+    _check(LAYOUTS[layout], ALWAYS[layout])
+
+
+def test_the_default_model_in_three_dimensions_equals_one_process() -> None:
+    _check(LAYOUTS["tp2 pp2 dp2"], [replace(DEFAULT, steps=4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_combination_equals_one_process(layout: str) -> None:
+    choices = itertools.product((0, 1), (False, True), ("1f1b", "gpipe"), (1, 2), (SMALL, TIED, ONE_KV_HEAD, GPT))
+    cases = [
+        Case(model=model, zero=zero, sp=sp, schedule=schedule, micro_batch=micro_batch)
+        for zero, sp, schedule, micro_batch, model in choices
+        if not (sp and LAYOUTS[layout].tp == 1)
+    ]
+    _check(LAYOUTS[layout], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_default_model_equals_one_process(layout: str) -> None:
+    _check(LAYOUTS[layout], [DEFAULT, replace(DEFAULT, zero=0, sp=LAYOUTS[layout].tp > 1, micro_batch=1)])
