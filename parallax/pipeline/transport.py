@@ -87,12 +87,17 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Messages over a process group: gloo on a CPU, NCCL on a GPU."""
+    """Messages over a process group: gloo on a CPU, NCCL on a GPU.
 
-    def __init__(self, group: Group, device: torch.device, spec: ActivationSpec | None = None) -> None:
+    spec: of all boundaries, if known beforehand. tagged: whether to match messages by tag; by default, on a CPU.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, spec: ActivationSpec | None = None, tagged: bool | None = None
+    ) -> None:
         assert group.process_group is not None, f"{group} was planned without processes and cannot communicate"
         self._group, self._device, self._spec = group, device, spec
-        self._tagged = device.type == "cpu"
+        self._tagged = device.type == "cpu" if tagged is None else tagged
         self._forward_group = group.process_group
         self._backward_group = group.backward_process_group or group.process_group
         self._learned: dict[tuple[int, int], ActivationSpec] = {}
@@ -165,15 +170,16 @@ class GroupTransport:
         self._leaving = kept
 
     def _start_send(self, message: Message, tensor: torch.Tensor, header: bool = False) -> None:
-        work = dist.isend(
-            tensor, group=self._channel(message), group_dst=message.target, tag=2 * message.index + header
-        )
+        tag = self._tag(message, header)
+        work = dist.isend(tensor, group=self._channel(message), group_dst=message.target, tag=tag)
         self._leaving.append((message, tensor, work))
 
     def _start_receive(self, message: Message, buffer: torch.Tensor, header: bool = False) -> Any:
-        return dist.irecv(
-            buffer, group=self._channel(message), group_src=message.source, tag=2 * message.index + header
-        )
+        tag = self._tag(message, header)
+        return dist.irecv(buffer, group=self._channel(message), group_src=message.source, tag=tag)
+
+    def _tag(self, message: Message, header: bool) -> int:
+        return 2 * message.index + header if self._tagged else 0
 
     def _channel(self, message: Message) -> dist.ProcessGroup:
         return self._backward_group if message.is_gradient else self._forward_group

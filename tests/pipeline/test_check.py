@@ -180,7 +180,7 @@ def runs_to_its_end(schedule: Schedule, executors: list[PipelineExecutor], seed:
 
 
 @given(name=st.sampled_from([*SCHEDULES]), seed=st.integers(0, 10**6), swaps=st.integers(1, 3), **SIZES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_random_swaps_are_proved_fine_or_rejected_as_running_them_shows(
     name: str, seed: int, swaps: int, stages: int, micro_batches: int
 ) -> None:

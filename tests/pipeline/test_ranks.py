@@ -2,14 +2,18 @@
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.pipeline import SCHEDULES, ActivationSpec, PipelineExecutor, forward_only, simulate
+from parallax.pipeline.transport import GroupTransport
 from tests.distributed.harness import run_layout
 from tests.pipeline.toy import (
     HIDDEN,
@@ -24,13 +28,13 @@ from tests.pipeline.toy import (
 SPEC = ActivationSpec((ROWS, HIDDEN), torch.float64)
 
 
-def check_case(mesh: Mesh, name: str, micro_batches: int, spec: ActivationSpec | None) -> None:
+def check_case(mesh: Mesh, name: str, micro_batches: int, **how: Any) -> None:
     """Train one step and evaluate once; everything this rank holds must equal the plain model."""
     pp = mesh.layout.pp
     layers = make_layers(pp)
     stage = make_stages(layers, make_batch(micro_batches))[mesh.pp_rank]
     schedule = SCHEDULES[name](pp, micro_batches)
-    executor = PipelineExecutor(schedule, mesh.pp, {mesh.pp_rank: stage}, spec)
+    executor = PipelineExecutor(schedule, mesh.pp, {mesh.pp_rank: stage}, **how)
     told: list[int] = []
     losses, gradients = plain_losses_and_gradients(pp, micro_batches)
     outputs = executor.run(before_last_backward=told.append)
@@ -47,11 +51,15 @@ def check_case(mesh: Mesh, name: str, micro_batches: int, spec: ActivationSpec |
 
 
 def check_cases(mesh: Mesh) -> None:
-    """Go through the table in one world."""
+    """Go through the table in one world: shapes found out, shapes given, and messages without tags as on NCCL."""
+    second = replace(mesh.pp, backward_process_group=dist.new_group())
     for name in SCHEDULES:
         for micro_batches in (1, 3, 8):
-            for spec in (None, SPEC):
-                check_case(mesh, name, micro_batches, spec)
+            check_case(mesh, name, micro_batches)
+            check_case(mesh, name, micro_batches, spec=SPEC)
+            for spec in (None, SPEC) if mesh.layout.dp == 1 else ():
+                untagged = GroupTransport(second, mesh.device, spec, tagged=False)
+                check_case(mesh, name, micro_batches, transport=untagged)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, dp=2)], ids=str)
