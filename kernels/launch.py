@@ -16,9 +16,12 @@ except ModuleNotFoundError as error:
         "Parallax's GPU kernels need triton, which is not installed; install it with: pip install 'parallax-lm[gpu]'"
     ) from error
 
-__all__ = ["FLOATING", "check", "multiprocessors", "on_device_of", "tl", "triton"]
+__all__ = ["FLOATING", "OPTIONS", "check", "multiprocessors", "on_device_of", "tl", "triton"]
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+# Of every launch. A multiplication and an addition become one instruction that rounds once: triton's default up to 3.9, which
+# warns that it will change.
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 
 def check(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from parallax.kernels.launch import FLOATING, check, on_device_of, tl, triton
+from parallax.kernels.launch import FLOATING, OPTIONS, check, on_device_of, tl, triton
 
 MAX_BLOCK = 4096  # columns a step: 16 a thread of 8 warps
 
@@ -76,7 +76,7 @@ def cross_entropy_forward(
     block, warps = block_and_warps(logits.shape[-1])
     with on_device_of(logits, _cross_entropy_forward):
         _cross_entropy_forward[(targets.numel(),)](
-            logits, targets, log_sum, target_logit, logits.shape[-1], columns, BLOCK=block, num_warps=warps
+            logits, targets, log_sum, target_logit, logits.shape[-1], columns, BLOCK=block, num_warps=warps, **OPTIONS
         )
     return log_sum, target_logit
 
@@ -96,7 +96,16 @@ def cross_entropy_backward(
     block, warps = block_and_warps(logits.shape[-1])
     with on_device_of(logits, _cross_entropy_backward):
         _cross_entropy_backward[(targets.numel(),)](
-            logits, targets, log_sum, scale, gradient, logits.shape[-1], columns, BLOCK=block, num_warps=warps
+            logits,
+            targets,
+            log_sum,
+            scale,
+            gradient,
+            logits.shape[-1],
+            columns,
+            BLOCK=block,
+            num_warps=warps,
+            **OPTIONS,
         )
     return gradient
 

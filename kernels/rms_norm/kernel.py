@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), forward and backward, each one read and one write of the data.
 
 A program works on a tile of ROWS rows and BLOCK columns: many rows where they are short (the norm of a query head), one
-where they are long. A row of more than 8192 columns is shared by several programs: registers do not hold it. Each of them
+where they are long. A row of more than 16 KiB is shared by several programs: registers do not hold it. Each of them
 computes the sum over the whole row, reading its siblings' columns from the cache, and writes its own columns.
 
 The gradient of the weight is a sum over all rows. A program of the backward pass walks over a run of rows, keeps its part
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from parallax.kernels.launch import FLOATING, check, multiprocessors, on_device_of, tl, triton
+from parallax.kernels.launch import FLOATING, OPTIONS, check, multiprocessors, on_device_of, tl, triton
 
-MAX_BLOCK = 8192  # columns that a program's registers hold in backward without spilling, at 16 warps
+MAX_BLOCK_BYTES = 16384  # of a row: what a program's registers hold in backward without spilling
 TILE = 2048  # elements that give each thread of 4 warps 16 values: 32 bytes of bf16, two full loads
 
 
@@ -45,7 +45,7 @@ def _rms_norm_forward(
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(input + offset, mask=own, other=0.0).to(tl.float32)
     squares = tl.sum(values * values, 1)
-    for step in tl.static_range(1, BLOCKS):
+    for step in range(1, BLOCKS):
         sibling = (start + step * BLOCK) % (BLOCKS * BLOCK) + lane
         mask = (row < rows)[:, None] & (sibling < columns)[None, :]
         others = tl.load(input + row[:, None] * columns + sibling[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -82,15 +82,9 @@ def _rms_norm_backward(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in range(tiles):
         row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
-        own = (row < rows)[:, None] & (column < columns)[None, :]
-        offset = row[:, None] * columns + column[None, :]
         inverse_rms = tl.load(inverse + row, mask=row < rows, other=0.0)[:, None]
-        upstream = tl.load(gradient + offset, mask=own, other=0.0).to(tl.float32)
-        normalised = tl.load(input + offset, mask=own, other=0.0).to(tl.float32) * inverse_rms
-        product = upstream * normalised
-        total += product
-        along = tl.sum(product * scale[None, :], 1)
-        for step in tl.static_range(1, BLOCKS):
+        along = tl.zeros([ROWS], tl.float32)
+        for step in range(1, BLOCKS):
             sibling = (start + step * BLOCK) % (BLOCKS * BLOCK) + lane
             mask = (row < rows)[:, None] & (sibling < columns)[None, :]
             place = row[:, None] * columns + sibling[None, :]
@@ -98,6 +92,13 @@ def _rms_norm_backward(
             others *= tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
             others *= tl.load(weight + sibling, mask=sibling < columns, other=0.0).to(tl.float32)[None, :]
             along += tl.sum(others, 1)
+        own = (row < rows)[:, None] & (column < columns)[None, :]
+        offset = row[:, None] * columns + column[None, :]
+        upstream = tl.load(gradient + offset, mask=own, other=0.0).to(tl.float32)
+        normalised = tl.load(input + offset, mask=own, other=0.0).to(tl.float32) * inverse_rms
+        product = upstream * normalised
+        total += product
+        along += tl.sum(product * scale[None, :], 1)
         # d/dx of x / rms(x): the part of the gradient along x itself drops out.
         result = (upstream * scale[None, :] - normalised * (along / columns)[:, None]) * inverse_rms
         tl.store(grad_input + offset, result.to(grad_input.dtype.element_ty), mask=own)
@@ -113,9 +114,9 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def tiling(columns: int) -> Tiling:
+def tiling(columns: int, element_bytes: int) -> Tiling:
     """Return the tiling for rows of `columns` elements."""
-    block = min(max(16, triton.next_power_of_2(columns)), MAX_BLOCK)
+    block = min(max(16, triton.next_power_of_2(columns)), MAX_BLOCK_BYTES // element_bytes)
     rows = min(32, max(1, TILE // block))
     return Tiling(rows, block, triton.cdiv(columns, block), min(16, max(4, rows * block // 512)))
 
@@ -131,7 +132,7 @@ def rms_norm_forward(input: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     check("weight", weight, FLOATING, shape=(columns,), device=input.device)
     output = torch.empty_like(input, dtype=torch.promote_types(input.dtype, weight.dtype))
     inverse = torch.empty(input.shape[:-1], dtype=torch.float32, device=input.device)
-    rows, plan = inverse.numel(), tiling(columns)
+    rows, plan = inverse.numel(), tiling(columns, input.element_size())
     with on_device_of(input, _rms_norm_forward):
         _rms_norm_forward[(triton.cdiv(rows, plan.rows), plan.blocks)](
             input,
@@ -145,6 +146,7 @@ def rms_norm_forward(input: torch.Tensor, weight: torch.Tensor, eps: float) -> t
             BLOCK=plan.block,
             BLOCKS=plan.blocks,
             num_warps=plan.warps,
+            **OPTIONS,
         )
     return output, inverse
 
@@ -162,7 +164,7 @@ def rms_norm_backward(
     check("gradient", gradient, FLOATING, shape=input.shape, device=input.device)
     check("weight", weight, FLOATING, shape=(columns,), device=input.device)
     check("inverse", inverse, (torch.float32,), shape=input.shape[:-1], device=input.device)
-    rows, plan = inverse.numel(), tiling(columns)
+    rows, plan = inverse.numel(), tiling(columns, input.element_size())
     row_tiles = max(1, triton.cdiv(rows, plan.rows))
     # 16 resident warps a multiprocessor have enough loads in flight to fill the memory bus.
     programs = min(row_tiles, max(1, multiprocessors(input.device) * (16 // plan.warps) // plan.blocks))
@@ -183,6 +185,7 @@ def rms_norm_backward(
             BLOCK=plan.block,
             BLOCKS=plan.blocks,
             num_warps=plan.warps,
+            **OPTIONS,
         )
     return grad_input, partial.sum(0).to(weight.dtype)
 

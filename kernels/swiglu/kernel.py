@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from parallax.kernels.launch import FLOATING, check, on_device_of, tl, triton
+from parallax.kernels.launch import FLOATING, OPTIONS, check, on_device_of, tl, triton
 
 BLOCK = 2048  # elements a program: 16 a thread of 4 warps
 WARPS = 4
@@ -56,7 +56,7 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     output = torch.empty_like(gate)
     with on_device_of(gate, _swiglu_forward):
         _swiglu_forward[(triton.cdiv(gate.numel(), BLOCK),)](
-            gate, up, output, gate.numel(), BLOCK=BLOCK, num_warps=WARPS
+            gate, up, output, gate.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS
         )
     return output
 
@@ -72,7 +72,7 @@ def swiglu_backward(gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     with on_device_of(gate, _swiglu_backward):
         _swiglu_backward[(triton.cdiv(gate.numel(), BLOCK),)](
-            gradient, gate, up, grad_gate, grad_up, gate.numel(), BLOCK=BLOCK, num_warps=WARPS
+            gradient, gate, up, grad_gate, grad_up, gate.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS
         )
     return grad_gate, grad_up
 

@@ -37,8 +37,8 @@ def test_backward_equals_the_reference(rows: int, columns: int, dtype: torch.dty
 
 
 def test_a_row_longer_than_a_tile_is_shared_by_several_programs() -> None:
-    columns = 2 * kernel.MAX_BLOCK + 5
-    assert kernel.tiling(columns).blocks == 3
+    columns = 2 * kernel.MAX_BLOCK_BYTES // 4 + 5
+    assert kernel.tiling(columns, 4).blocks == 3
     input, weight, gradient = random(3, columns), random(columns, seed=1), random(3, columns, seed=2)
     with poisoned():
         output, inverse = kernel.rms_norm_forward(input, weight, EPS)
@@ -50,7 +50,7 @@ def test_a_row_longer_than_a_tile_is_shared_by_several_programs() -> None:
 
 
 def test_every_program_adds_its_run_of_rows_to_the_weight_gradient() -> None:
-    plan = kernel.tiling(1000)
+    plan = kernel.tiling(1000, 4)
     rows = 8 * plan.rows * 3 + 1  # 8 programs in the interpreter, several tiles each, and a last tile with one row
     input, weight, gradient = random(rows, 1000), random(1000, seed=1), random(rows, 1000, seed=2)
     _, inverse = reference.rms_norm_forward(input, weight, EPS)
