@@ -42,6 +42,16 @@ class HuggingFaceTensor:
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _same
     take: Callable[[torch.Tensor], list[torch.Tensor]] = _back_same
 
+    @property
+    def is_stored_as_is(self) -> bool:
+        """Whether the tensor is its one source, unchanged, so that a slice of one is that slice of the other."""
+        return self.make is _same
+
+    def shape(self, sources: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of what `make` gives for whole parameters of these shapes."""
+        joined = (sum(shape[0] for shape in sources), *sources[0][1:]) if sources[0] else ()
+        return joined[::-1] if self.make is _transposed else joined
+
 
 def hugging_face_tensors(config: DecoderConfig) -> list[HuggingFaceTensor]:
     """Return every tensor of the checkpoint of a model of this configuration, in the model's order."""

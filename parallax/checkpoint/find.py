@@ -1,0 +1,61 @@
+"""Find checkpoints by looking at them: no file says which one is the latest, so none can say it wrongly."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallax.checkpoint.manifest import read_manifest
+from parallax.checkpoint.names import step_name
+from parallax.checkpoint.verify import check_files
+from parallax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parallax.mesh import Mesh
+
+
+def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of all finished saves under `root`, newest first, good or not."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := re.fullmatch(r"step-(\d{8,})", path.name))]
+    return sorted(
+        ((step, path) for step, path in found if path.is_dir() and path.name == step_name(step)), reverse=True
+    )
+
+
+def find_latest(root: str | Path, mesh: Mesh | None = None, older_than: int | None = None) -> Path | None:
+    """Return the newest checkpoint under `root` whose manifest holds and whose files are there in their sizes, or None.
+
+    Contents are verified by `load`; when it refuses one, `older_than` its step finds the one before. Given a mesh, called
+    by all ranks: rank 0 looks and all return the same.
+    """
+    found, problems = None, []
+    if mesh is None or mesh.rank == 0:
+        try:
+            found = _find(Path(root), older_than)
+        except OSError as error:
+            problems = [f"{root} cannot be searched for checkpoints: {error.strerror}"]
+    if mesh is not None:
+        from parallax.collectives import gather_json
+
+        answer = [None if found is None else str(found), problems]
+        found, problems = gather_json(answer, mesh.world, mesh.device)[0]
+    if problems:
+        raise ConfigError(problems)
+    return None if found is None else Path(found)
+
+
+def _find(root: Path, older_than: int | None) -> Path | None:
+    for step, path in list_checkpoints(root):
+        if older_than is not None and step >= older_than:
+            continue
+        try:
+            manifest = read_manifest(path)
+        except ConfigError:
+            continue
+        if manifest.step == step and not check_files(path, manifest):
+            return path
+    return None

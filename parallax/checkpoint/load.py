@@ -1,0 +1,115 @@
+"""Read a checkpoint into the run, whatever layout wrote it and whatever layout reads it.
+
+all    check the manifest, the files' sizes, the configuration, and every tensor that this rank needs
+each   verify the checksums of its share of the files; all agree before a tensor is touched
+each   read the boxes of the full tensors that it holds into place; padding stays as it is
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parallax.checkpoint.agreement import together
+from parallax.checkpoint.files import file_inside
+from parallax.checkpoint.fill import fill_model, fill_optimizer, model_problem, optimizer_problem
+from parallax.checkpoint.manifest import Manifest, read_manifest
+from parallax.checkpoint.names import CONFIG, MODEL, OPTIMIZER, STATE
+from parallax.checkpoint.parts import CheckpointParts
+from parallax.checkpoint.reader import TensorReader
+from parallax.checkpoint.safetensors_file import parse_json
+from parallax.checkpoint.verify import check_contents, check_files, files_to_verify
+from parallax.errors import ConfigError
+from parallax.mesh import Mesh
+from parallax.models.presets import to_hugging_face
+
+# Fields of config.json that say nothing of what the trained model computes, or that the shapes of its tensors say.
+_FREE_FIELDS = {"architectures", "initializer_range", "torch_dtype", "max_position_embeddings", "n_positions"}
+
+
+def load(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
+    """Fill the parameters and the optimizer from the checkpoint at `path`; return state.json, `parts.state` in "training".
+
+    Called by all ranks. Nothing is changed unless everything that can be checked beforehand holds.
+
+    Raises ConfigError, the same on all ranks: the checkpoint is damaged, incomplete, or of another model.
+    """
+    folder = Path(path)
+    manifest, state = together(lambda: _checked(folder, parts, mesh), mesh, "checking the checkpoint")
+    together(lambda: _fill(folder, manifest, parts), mesh, "reading the checkpoint")
+    if parts.optimizer is not None:
+        parts.optimizer.step_count = state["optimizer"]["step_count"]
+    return state
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """Return state.json of the checkpoint at `path`: "step", "optimizer", and what the trainer gave as "training".
+
+    Raises ConfigError when the checkpoint is incomplete or the file damaged; tensors are not looked at.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    problems = check_files(folder, manifest)
+    if not problems and STATE in manifest.files:
+        problems = check_contents(folder, manifest, [STATE])
+    if problems:
+        raise ConfigError(problems[0])
+    return _read_state(folder, manifest)
+
+
+def _checked(folder: Path, parts: CheckpointParts, mesh: Mesh) -> tuple[Manifest, dict[str, Any]]:
+    """Return the manifest and state.json after every check; reading files through is shared among the ranks."""
+    manifest = read_manifest(folder)
+    problems = check_files(folder, manifest)
+    if not problems:
+        problems = check_contents(folder, manifest, files_to_verify(manifest, mesh.rank, mesh.layout.world_size))
+    if not problems:
+        problems = _check_config(folder, manifest, parts)
+    if not problems:
+        found = model_problem(f"{folder / MODEL}", manifest.model, parts, any_type=False)
+        found = found or optimizer_problem(f"{folder / OPTIMIZER}", manifest.optimizer, parts)
+        problems = [found] if found else []
+    if problems:
+        raise ConfigError(problems[0])
+    state = _read_state(folder, manifest)
+    if parts.optimizer is not None and type(state["optimizer"].get("step_count")) is not int:
+        raise ConfigError(f"{folder / STATE} has no step count of an optimizer, which this run needs")
+    return manifest, state
+
+
+def _check_config(folder: Path, manifest: Manifest, parts: CheckpointParts) -> list[str]:
+    saved = _read_json(folder, CONFIG, manifest)
+    for key, asked in to_hugging_face(parts.config.resolved(), "").items():
+        if key not in _FREE_FIELDS and saved.get(key) != asked:
+            return [f"{folder} is of another model: its {key} is {saved.get(key)}, this run's is {asked}"]
+    return []
+
+
+def _read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    state = _read_json(folder, STATE, manifest)
+    if type(state.get("step")) is not int or not all(
+        isinstance(state.get(key), dict) for key in ("optimizer", "training")
+    ):
+        raise ConfigError(f"{folder / STATE} is not the state of a run")
+    return state
+
+
+def _read_json(folder: Path, name: str, manifest: Manifest) -> dict[str, Any]:
+    if name not in manifest.files:
+        raise ConfigError(f"{folder} is no checkpoint of a run: it has no {name}")
+    try:
+        fields = parse_json(file_inside(folder, name).read_bytes())
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder / name} is no valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{folder / name} holds no JSON object")
+    return fields
+
+
+def _fill(folder: Path, manifest: Manifest, parts: CheckpointParts) -> None:
+    with TensorReader(folder, manifest.model) as reader:
+        fill_model(reader, parts, main_params=False)
+    with TensorReader(folder, manifest.optimizer) as reader:
+        fill_optimizer(reader, parts)

@@ -1,0 +1,13 @@
+"""The names of a checkpoint's files and folders."""
+
+MODEL, OPTIMIZER = "model", "optimizer"  # folders; in them, the tensor files begin with the same word
+INDEX = "model/model.safetensors.index.json"
+CONFIG = "model/config.json"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"  # ends the name of a folder whose save is under way or was cut
+
+
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint folder of a step."""
+    return f"step-{step:08d}"

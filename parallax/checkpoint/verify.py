@@ -1,0 +1,90 @@
+"""Prove that a checkpoint is what was saved: cheap checks for all of it, and the content of each file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from parallax.checkpoint.files import file_inside, hash_file
+from parallax.checkpoint.manifest import Manifest, Slice, read_manifest
+from parallax.checkpoint.safetensors_file import read_header
+from parallax.errors import ConfigError
+
+# What torch.save and its users name their files; loading one runs code that is in it.
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+
+
+def verify(path: str | Path) -> list[str]:
+    """Return what is wrong with the checkpoint at `path`, a sentence each; nothing if all of it is as it was saved."""
+    folder = Path(path)
+    try:
+        manifest = read_manifest(folder)
+    except ConfigError as error:
+        return error.problems
+    return check_files(folder, manifest) or check_contents(folder, manifest, manifest.files)
+
+
+def check_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return which files are missing, are no plain files inside the folder, have another size, or are pickles."""
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            size = file_inside(folder, name).stat().st_size
+            if size != record.bytes:
+                problems.append(f"{folder / name} has {size} bytes, {record.bytes} were saved")
+        except (ConfigError, OSError) as error:
+            problems.append(str(error))
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in PICKLE_SUFFIXES:
+            problems.append(f"{path} looks like a pickle, which can run code when it is loaded; remove it")
+    return problems
+
+
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Return which of the files `names` have another checksum, or other tensors inside than the manifest says."""
+    problems = []
+    slices = _slices_by_file(manifest)
+    for name in names:
+        path = folder / name
+        try:
+            if hash_file(path) != manifest.files[name].sha256:
+                problems.append(f"{path} is damaged: its checksum is not the one that was saved")
+            elif path.suffix == ".safetensors":
+                problems += _check_tensors(path, slices.get(name, {}))
+        except ConfigError as error:
+            problems += error.problems
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+    return problems
+
+
+def _slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[str, Slice]]]:
+    """Return for each file the tensors in it: their type, and their place."""
+    found: dict[str, dict[str, tuple[str, Slice]]] = {}
+    for records in (manifest.model, manifest.optimizer):
+        for name, record in records.items():
+            for one in record.slices:
+                found.setdefault(one.file, {})[name] = (record.dtype, one)
+    return found
+
+
+def _check_tensors(path: Path, expected: dict[str, tuple[str, Slice]]) -> list[str]:
+    """Return whether the file's own header and the manifest disagree."""
+    header = read_header(path)
+    for name in sorted(header.keys() | expected.keys()):
+        entry, (dtype, one) = header.get(name), expected.get(name, (None, None))
+        if entry is None or one is None or (entry.dtype, entry.shape, entry.offset) != (dtype, one.extent, one.offset):
+            return [f"{path} and the manifest disagree about the tensor {name}"]
+    return []
+
+
+def files_to_verify(manifest: Manifest, share: int, shares: int) -> list[str]:
+    """Return the files that rank `share` of `shares` reads through, the bytes divided about equally."""
+    loads = [0] * shares
+    mine = []
+    for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
+        chosen = loads.index(min(loads))
+        loads[chosen] += record.bytes
+        if chosen == share:
+            mine.append(name)
+    return mine

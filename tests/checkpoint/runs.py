@@ -1,0 +1,122 @@
+"""Small runs whose every value is known: weights and optimizer states are functions of (name, index in the full tensor).
+
+So what any layout saves, and what any layout has after loading, is compared with values that no checkpoint code made.
+"""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from parallax.checkpoint.parts import CheckpointParts
+from parallax.data_parallel.bucket import GradientBuckets
+from parallax.data_parallel.optimizer import ShardedAdamW
+from parallax.mesh import Mesh
+from parallax.models.config import DecoderConfig
+from parallax.models.decoder import DecoderStage, StageSpec
+from parallax.tensor_parallel.facts import ParameterFacts, initial_values, initialize, named_parameters_with_facts
+
+# Odd sizes: the vocabulary is padded differently by every tp size, KV heads are fewer than 4 ranks, layers uneven over 2.
+LLAMA = DecoderConfig(
+    vocab_size=131,
+    hidden_size=24,
+    intermediate_size=36,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+).resolved()
+TIED = dataclasses.replace(LLAMA, family="qwen3", qk_norm=True, tie_word_embeddings=True)
+GPT2 = dataclasses.replace(
+    LLAMA,
+    family="gpt2",
+    num_key_value_heads=4,
+    norm="layernorm",
+    activation="gelu",
+    positions="learned",
+    bias=True,
+    tie_word_embeddings=True,
+)
+
+
+def build_parts(
+    mesh: Mesh, config: DecoderConfig, zero: int, seed: int, dtype: torch.dtype = torch.float32, fill: bool = False
+) -> CheckpointParts:
+    """Return this rank's share of a run, with the weights of `seed`; fill: and optimizer states that are not zero."""
+    layers = np.array_split(np.arange(config.num_hidden_layers), mesh.layout.pp)[mesh.pp_rank]
+    spec = StageSpec(range(int(layers[0]), int(layers[-1]) + 1), mesh.pp_rank, mesh.layout.pp)
+    stage = DecoderStage(config, spec, tp=mesh.tp).to(dtype)
+    initialize(stage, seed)
+    parameters = list(named_parameters_with_facts(stage))
+    # Buckets smaller than a layer, so that pieces begin and end inside of parameters.
+    optimizer = ShardedAdamW(GradientBuckets(parameters, mesh, zero=zero, bucket_elements=3000))
+    parts = CheckpointParts(config, parameters, optimizer, dtype=dtype, state={"seed": seed, "tokens": 1 << 40})
+    if fill:
+        optimizer.step_count = seed + 7
+        for name, parameter, facts in parameters:
+            with torch.no_grad():  # a constant where they begin would hide mistakes
+                expected_value(name, "", facts, parameter, seed, into=parameter)
+            for piece in optimizer.pieces(name):
+                for kind, state in piece.tensors.items():
+                    state.copy_(
+                        expected_value(name, kind, facts, parameter, seed, state.dtype)[piece.start : piece.stop]
+                    )
+    return parts
+
+
+def expected_value(
+    name: str,
+    kind: str,
+    facts: ParameterFacts,
+    parameter: nn.Parameter,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return, flat, the local tensor that a filled run has: zero where it is padding."""
+    local = torch.zeros_like(parameter, dtype=dtype or parameter.dtype) if into is None else into
+    drawn = initial_values(f"{name}/{kind}", dataclasses.replace(facts, std=1.0), seed)
+    facts.held(local).copy_(torch.from_numpy(drawn))
+    return local.detach().reshape(-1)
+
+
+def differences(parts: CheckpointParts, seed: int) -> list[str]:
+    """Return the names of this rank's tensors that are not, bit for bit, those of a filled run."""
+    wrong = [] if parts.optimizer is None or parts.optimizer.step_count == seed + 7 else ["step_count"]
+    for name, parameter, facts in parts.parameters:
+        if not torch.equal(parameter.detach().view(-1), expected_value(name, "", facts, parameter, seed)):
+            wrong.append(name)
+        for piece in parts.optimizer.pieces(name) if parts.optimizer else ():
+            for kind, state in piece.tensors.items():
+                expected = expected_value(name, kind, facts, parameter, seed, state.dtype)
+                if not torch.equal(state, expected[piece.start : piece.stop]):
+                    wrong.append(f"{name}.{kind}")
+    return wrong
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return the checksum of every file in a folder by its path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def single_process_mesh() -> Mesh:
+    """Return the mesh of this process alone."""
+    from parallax.mesh import Layout
+
+    return Mesh(Layout(), 0, torch.device("cpu"))
+
+
+def any_error(action: Any, *arguments: Any) -> str:
+    """Return what `action` raises as a user's error, or an empty text."""
+    from parallax.errors import ConfigError
+
+    try:
+        action(*arguments)
+    except ConfigError as error:
+        return str(error)
+    return ""
