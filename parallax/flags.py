@@ -245,6 +245,6 @@ def values_of(options: Any, flags: Mapping[str, Flag]) -> dict[str, Any]:
     for flag in flags.values():
         group, field = flag.path
         value = getattr(getattr(options, group), field)
-        if value is not None:
+        if value is not None and value != ():
             result[field] = list(value) if isinstance(value, tuple) else value
     return result

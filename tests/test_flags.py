@@ -94,7 +94,10 @@ def test_negative_numbers_are_values() -> None:
     ("words", "problem"),
     [
         (["--tpp", "2"], "--tpp is no option; the nearest is --tp"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is no option; the nearest is --tensor-model-parallel-size"),
+        (
+            ["--tensor-parallel-size", "2"],
+            "--tensor-parallel-size is no option; the nearest is --tensor-model-parallel-size",
+        ),
         (["--min_l=2"], "--min_l is no option; the nearest is --min-lr"),
         (["-tp", "2"], "-tp is no option; the nearest is --tp"),
         (["--xyzzy"], "--xyzzy is no option; --help lists all options"),
