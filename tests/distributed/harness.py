@@ -21,7 +21,8 @@ from typing import Any
 from parallax.mesh import Layout
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "parallax.collectives"])
+# torch.optim and the meta device import torch._dynamo, which takes a second and a half in each process.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "parallax.collectives"])
 
 
 def _rank_main(
