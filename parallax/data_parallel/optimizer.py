@@ -1,18 +1,19 @@
 """AdamW on the slices of the buckets that are kept on this rank.
 
 torch's fused AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) does the arithmetic; it sees one flat tensor for the part
-of a slice that decays and one for the part that does not. Its state is the moments of those, cut up by parameter only when a
-checkpoint asks: neither buckets nor ZeRO show in what is saved.
+of a slice that decays and one for the part that does not. The moments are cut up by parameter only when a checkpoint asks:
+neither buckets nor ZeRO show in what is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
+
+# The class torch.optim.AdamW would do as well, but making one imports torch's compiler: 1.2 seconds in every process.
+from torch.optim.adamw import adamw
 
 from parallax.data_parallel.bucket import Bucket, GradientBuckets
 
@@ -33,13 +34,28 @@ class StatePiece:
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """Elements [start, stop) of a bucket, all kept here, that decay alike; `main_param` is what torch's AdamW updates."""
+    """Elements [start, stop) of a bucket, all kept here, that decay alike; the tensors are flat views or states of them."""
 
     bucket: Bucket
     start: int
     stop: int
     decays: bool
-    main_param: nn.Parameter
+    main_param: torch.Tensor
+    main_grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: torch.Tensor
+
+    def piece(self, offset: int, stop: int) -> StatePiece | None:
+        """Return what lies here of the parameter at [offset, stop) of the bucket."""
+        first, last = max(offset, self.start), min(stop, self.stop)
+        if first >= last:
+            return None
+        here = slice(first - self.start, last - self.start)
+        tensors = {"exp_avg": self.exp_avg[here], "exp_avg_sq": self.exp_avg_sq[here]}
+        if self.bucket.has_own_main_params:
+            tensors["main_param"] = self.main_param[here]
+        return StatePiece(first - offset, last - offset, tensors)
 
 
 def _regions(bucket: Bucket) -> Iterator[_Region]:
@@ -47,9 +63,18 @@ def _regions(bucket: Bucket) -> Iterator[_Region]:
     for first, last, decays in ((0, plan.decay_stop, True), (plan.decay_stop, plan.size, False)):
         start, stop = max(first, kept.start), min(last, kept.stop)
         if start < stop:
-            main_param = nn.Parameter(bucket.main_params[start - kept.start : stop - kept.start])
-            main_param.grad = bucket.main_grad[start:stop]
-            yield _Region(bucket, start, stop, decays, main_param)
+            main_param = bucket.main_params[start - kept.start : stop - kept.start]
+            yield _Region(
+                bucket,
+                start,
+                stop,
+                decays,
+                main_param=main_param,
+                main_grad=bucket.main_grad[start:stop],
+                exp_avg=torch.zeros_like(main_param),
+                exp_avg_sq=torch.zeros_like(main_param),
+                step=torch.zeros((), dtype=torch.float32, device=main_param.device),
+            )
 
 
 class ShardedAdamW:
@@ -67,26 +92,8 @@ class ShardedAdamW:
         weight_decay: float = 0.1,
     ) -> None:
         self.buckets = buckets
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self._regions = [region for bucket in buckets.buckets for region in _regions(bucket)]
-        groups: list[dict[str, Any]] = [
-            {"params": [region.main_param for region in self._regions if region.decays]},
-            {"params": [region.main_param for region in self._regions if not region.decays], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            groups,
-            lr=0.0,  # each step gives its own
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            fused=True,
-        )
-        # Made now and not at the first step, so that there is something to load into.
-        for region in self._regions:
-            self._adamw.state[region.main_param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=region.main_param.device),
-                "exp_avg": torch.zeros_like(region.main_param),
-                "exp_avg_sq": torch.zeros_like(region.main_param),
-            }
         self._step_count = 0
 
     @property
@@ -98,38 +105,44 @@ class ShardedAdamW:
     def step_count(self, steps: int) -> None:
         self._step_count = steps
         for region in self._regions:
-            self._adamw.state[region.main_param]["step"].fill_(steps)
+            region.step.fill_(steps)
 
     @torch.no_grad()
     def step(self, learning_rate: float, clip_coefficient: torch.Tensor | None = None) -> None:
         """Update the parameters on all holders; called by every rank after `finish()`.
 
-        clip_coefficient: scalar that the gradients are multiplied by first, in place.
+        clip_coefficient: scalar that multiplies the gradients, on their device; None for 1.
         """
-        for region in self._regions:
-            if clip_coefficient is not None and region.main_param.grad is not None:
-                region.main_param.grad.mul_(clip_coefficient)
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
+        # The kernel divides gradients by a scale as it reads them, so clipping takes no pass of its own.
+        scale = None if clip_coefficient is None else clip_coefficient.reciprocal().float()
+        for decays in (True, False):
+            regions = [region for region in self._regions if region.decays == decays]
+            adamw(
+                [region.main_param for region in regions],
+                [region.main_grad for region in regions],
+                [region.exp_avg for region in regions],
+                [region.exp_avg_sq for region in regions],
+                [],
+                [region.step for region in regions],
+                fused=True,
+                grad_scale=scale,
+                amsgrad=False,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=learning_rate,
+                weight_decay=self.weight_decay if decays else 0.0,
+                eps=self.eps,
+                maximize=False,
+            )
         self._step_count += 1
         self.buckets.spread_parameters()
 
     def pieces(self, name: str) -> list[StatePiece]:
         """Return what this rank keeps of the state of the parameter `name`; nothing if other holders keep all of it."""
-        return [
-            self._piece(region, place.offset, place.stop)
+        pieces = (
+            region.piece(place.offset, place.stop)
             for region in self._regions
             for place in region.bucket.plan.places
-            if place.name == name and max(place.offset, region.start) < min(place.stop, region.stop)
-        ]
-
-    def _piece(self, region: _Region, offset: int, stop: int) -> StatePiece:
-        """Cut the parameter that lies at [offset, stop) of the bucket out of a region."""
-        first, last = max(offset, region.start), min(stop, region.stop)
-        here = slice(first - region.start, last - region.start)
-        state = self._adamw.state[region.main_param]
-        tensors = {name: state[name][here] for name in ("exp_avg", "exp_avg_sq")}
-        if region.bucket.has_own_main_params:
-            tensors["main_param"] = region.main_param.detach()[here]
-        return StatePiece(first - offset, last - offset, tensors)
+            if place.name == name
+        )
+        return [piece for piece in pieces if piece is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -37,13 +38,12 @@ class OptimizerOptions:
         problems = []
         if self.zero not in ZERO_STAGES:
             problems.append(f"--zero {self.zero} is unknown; use {' or '.join(map(str, ZERO_STAGES))}")
-        if self.weight_decay < 0:
-            problems.append(f"--weight-decay {self.weight_decay} must be 0, which turns it off, or more")
-        if self.clip_grad < 0:
-            problems.append(f"--clip-grad {self.clip_grad} must be 0, which turns it off, or more")
+        for name, value in (("weight-decay", self.weight_decay), ("clip-grad", self.clip_grad)):
+            if not 0 <= value < math.inf:
+                problems.append(f"--{name} {value} must be 0, which turns it off, or a number above it")
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= value < 1:
                 problems.append(f"--{name} {value} must be at least 0 and below 1")
-        if self.eps <= 0:
-            problems.append(f"--eps {self.eps} must be above 0")
+        if not 0 < self.eps < math.inf:
+            problems.append(f"--eps {self.eps} must be a number above 0")
         return problems
