@@ -80,7 +80,9 @@ def compile_for(case: Case, capability: int) -> Any:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(case.kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": case.warps, **OPTIONS})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": case.warps, **OPTIONS}
+    )
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> int:

@@ -1,0 +1,42 @@
+"""What is said where a kernel cannot run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+OPERATORS = ["rms_norm", "swiglu", "cross_entropy"]
+
+
+def test_without_triton_a_kernel_names_the_extra_to_install_and_the_rest_imports() -> None:
+    program = f"""
+import importlib, sys
+sys.modules["triton"] = None  # as if it were not installed
+import parallax.layers
+for operator in {OPERATORS}:
+    importlib.import_module(f"parallax.kernels.{{operator}}.reference")
+    try:
+        importlib.import_module(f"parallax.kernels.{{operator}}.kernel")
+    except ImportError as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    sentence = (
+        "Parallax's GPU kernels need triton, which is not installed; install it with: pip install 'parallax-lm[gpu]'"
+    )
+    assert run.stdout.splitlines() == [sentence] * len(OPERATORS)
+
+
+def test_a_compiled_kernel_refuses_a_tensor_that_is_not_on_a_gpu() -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install 'parallax-lm[gpu]'")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        pytest.skip("TRITON_INTERPRET is set, so kernels do run on CPU tensors")
+    from parallax.kernels.swiglu.kernel import swiglu_forward
+
+    with pytest.raises(ValueError, match=r"runs on CUDA tensors, not on cpu; .* TRITON_INTERPRET=1"):
+        swiglu_forward(torch.ones(4), torch.ones(4))
