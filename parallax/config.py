@@ -50,9 +50,11 @@ HARMLESS = frozenset(
 class PretrainOptions:
     """Pretrain a language model.
 
-    python pretrain.py trains a small model on the source of Python's standard library, in one process, with no download.
-    torchrun --nproc-per-node 8 pretrain.py --tp 2 --pp 2 trains the same model in 8 processes: 2-way tensor, 2-way
-    pipeline, and, with what is left, 2-way data parallel. Options have short names; Megatron-LM's are understood too.
+    python pretrain.py trains a small one on the source of Python's standard library, with no download.
+
+    torchrun --nproc-per-node 8 pretrain.py --tp 2 --pp 2 trains the same one in 8 processes, 2-way data parallel.
+
+    Options have short names; Megatron-LM's are understood too.
     """
 
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
