@@ -49,17 +49,17 @@ def held_by_a_rank(mesh: Mesh, words: str) -> dict[str, int]:
         mesh, config.model_config, config.stage_ranges, config.parallel, config.training, config.optimizer, objective
     )
     buckets = step.buckets.buckets
-    states = [
-        tensor
-        for state in step.optimizer._adamw.state.values()
-        for name, tensor in state.items()
-        if name != "step" and isinstance(tensor, torch.Tensor)
-    ]
-    mains = [bucket.main_params for bucket in buckets if bucket.has_own_main_params]
+    names = [place.name for bucket in buckets for place in bucket.plan.places]
+    pieces = [piece for name in names for piece in step.optimizer.pieces(name)]
+    states = {
+        state.data_ptr(): state
+        for piece in pieces
+        for state in map(torch.Tensor.untyped_storage, piece.tensors.values())
+    }
     return {
         "weights": sum(bucket.parameters.nbytes for bucket in buckets),
         "gradients": sum(bucket.main_grad.nbytes for bucket in buckets),
-        "optimizer": sum(tensor.nbytes for tensor in [*states, *mains]),
+        "optimizer": sum(state.nbytes() for state in states.values()),
     }
 
 
