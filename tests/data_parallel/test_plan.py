@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.data_parallel.plan import ALIGNMENT, BucketKey, ParameterSize, bucket_key, plan_buckets
@@ -19,6 +19,8 @@ KEYS = (
     BucketKey((0, 4), 1.0, "torch.float32", across_stages=True),
 )
 
+ANY_SPEED = settings(deadline=None)  # other processes may be using the cores
+
 
 @st.composite
 def models(draw: st.DrawFn) -> list[ParameterSize]:
@@ -26,6 +28,7 @@ def models(draw: st.DrawFn) -> list[ParameterSize]:
     return [ParameterSize(f"p{i}", numel, key, decays) for i, (numel, key, decays) in enumerate(rows)]
 
 
+@ANY_SPEED
 @given(models(), st.integers(1, 400))
 def test_every_parameter_has_one_place_of_its_size_and_places_do_not_overlap(
     model: list[ParameterSize], limit: int
@@ -43,6 +46,7 @@ def test_every_parameter_has_one_place_of_its_size_and_places_do_not_overlap(
         assert position <= bucket.size
 
 
+@ANY_SPEED
 @given(models(), st.integers(1, 400))
 def test_owned_slices_are_equal_and_aligned_and_cover_the_bucket(model: list[ParameterSize], limit: int) -> None:
     for bucket in plan_buckets(model, limit):
@@ -56,6 +60,7 @@ def test_owned_slices_are_equal_and_aligned_and_cover_the_bucket(model: list[Par
         assert bucket.size - used < ranks * ALIGNMENT, "padding beyond what alignment needs"
 
 
+@ANY_SPEED
 @given(models(), st.integers(1, 400))
 def test_a_bucket_holds_one_key_and_what_decays_comes_first(model: list[ParameterSize], limit: int) -> None:
     by_name = {parameter.name: parameter for parameter in model}
@@ -66,6 +71,7 @@ def test_a_bucket_holds_one_key_and_what_decays_comes_first(model: list[Paramete
             assert place.stop <= bucket.decay_stop or not by_name[place.name].decays
 
 
+@ANY_SPEED
 @given(models(), st.integers(1, 400))
 def test_a_bucket_grows_beyond_the_limit_only_for_one_large_parameter(model: list[ParameterSize], limit: int) -> None:
     for bucket in plan_buckets(model, limit):
@@ -73,6 +79,7 @@ def test_a_bucket_grows_beyond_the_limit_only_for_one_large_parameter(model: lis
         assert used <= limit or sum(place.numel > 0 for place in bucket.places) == 1
 
 
+@ANY_SPEED
 @given(models(), st.integers(1, 400))
 def test_buckets_come_in_the_order_of_completion_and_those_across_stages_last(
     model: list[ParameterSize], limit: int
@@ -86,6 +93,7 @@ def test_buckets_come_in_the_order_of_completion_and_those_across_stages_last(
         assert completed == sorted(completed, reverse=True)
 
 
+@ANY_SPEED
 @given(models(), st.integers(1, 400), st.sampled_from(KEYS))
 def test_buckets_of_a_key_do_not_depend_on_parameters_of_other_keys(
     model: list[ParameterSize], limit: int, key: BucketKey
