@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from parallax.data.loader import BatchLoader
 from parallax.training.flops import mfu
@@ -40,7 +41,7 @@ class Run:
     metrics: Metrics
     state: TrainState
     learning_rate: Callable[[int], float]
-    save: Callable[[TrainState], None]
+    save: Callable[[TrainState], Path]
     flops_per_token: float
     peak_flops: float
 

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -83,6 +83,11 @@ class Metrics:
         """Print a notice."""
         if self.enabled:
             self.console.print(text, markup=False)
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print a table."""
+        if self.enabled:
+            self.console.print(renderable)
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step`."""

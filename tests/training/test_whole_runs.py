@@ -1,0 +1,126 @@
+"""pretrain.py from end to end on a small text: what it leaves behind, and going on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pretrain
+from parallax.config import read_options, resolve
+from parallax.data.prepare import prepare_data
+from parallax.errors import ConfigError
+from parallax.mesh import Layout, Mesh
+from tests.distributed.harness import run_layout
+
+MODEL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 16 --global-batch 8 --tokenizer bytes"
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds", "memory_bytes"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PARALLAX_CACHE", str(tmp_path / "cache"))
+    lines = (f"line {i}: {i * i % 97} sheep and {i * 7 % 31} goats went over the bridge\n" for i in range(400))
+    (tmp_path / "text.txt").write_text("".join(lines))
+    return tmp_path
+
+
+def _run(mesh: Mesh, commands: list[str], folder: str) -> list[list[str]]:
+    """Run pretrain.py's own training for each command line in one world; return the problems of each."""
+    problems = []
+    for command in commands:
+        words = f"{MODEL} --data {folder}/text.txt {command}".split()
+        options, found = read_options(words)
+        assert not found, found
+        config = resolve(options, mesh.layout.world_size)
+        try:
+            pretrain.train(config, prepare_data(config.data, config.training.seq_len), mesh)
+            problems.append([])
+        except ConfigError as error:
+            problems.append(error.problems)
+    return problems
+
+
+def _metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _contents(checkpoint: Path) -> dict[str, bytes]:
+    names = [*checkpoint.glob("model/*"), *checkpoint.glob("optimizer/*")]
+    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in names}
+
+
+def test_a_run_leaves_metrics_events_and_a_checkpoint_that_transformers_opens(folder: Path) -> None:
+    command = f"--out {folder}/run --steps 6 --eval-every 3 --eval-steps 2 --log-every 2 --save-every 4 --lr 1e-2"
+    assert run_layout(Layout(), _run, [command], str(folder)) == [[[]]]
+    rows = _metrics(folder / "run")
+    assert [row["step"] for row in rows] == [2, 3, 4, 6]
+    assert all(row.keys() - {"eval_loss"} == KEYS for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
+    assert rows[-1]["tokens"] == 6 * 8 * 16
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["eval_loss"] < rows[1]["eval_loss"]
+    assert list((folder / "run" / "tensorboard").glob("events*"))
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    transformers = pytest.importorskip("transformers", reason="the test extra brings it")
+    model = folder / "run" / "checkpoints" / "step-00000006" / "model"
+    opened = transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert opened(**tokenizer("line 1: 1 sheep", return_tensors="pt")).logits.shape[-1] == opened.config.vocab_size
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)], ids=str)
+def test_four_steps_equal_two_and_two_more_bit_for_bit(layout: Layout, folder: Path) -> None:
+    always = f"--tp {layout.tp} --pp {layout.pp} --eval-every 0 --lr-decay-steps 4 --warmup-steps 1"
+    commands = [
+        f"{always} --out {folder}/whole --steps 4",
+        f"{always} --out {folder}/parts --steps 2",
+        f"{always} --out {folder}/parts --steps 4",
+    ]
+    assert run_layout(layout, _run, commands, str(folder)) == [[[], [], []]] * layout.world_size
+    whole, parts = _metrics(folder / "whole"), _metrics(folder / "parts")
+    for name in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [row[name] for row in whole] == [row[name] for row in parts], name
+    last = "checkpoints/step-00000004"
+    assert _contents(folder / "whole" / last) == _contents(folder / "parts" / last)
+
+
+def test_bf16_goes_on_from_its_fp32_main_parameters(folder: Path) -> None:
+    always = "--precision bf16 --eval-every 0 --lr-decay-steps 4 --warmup-steps 1"
+    commands = [
+        f"{always} --out {folder}/whole --steps 4",
+        f"{always} --out {folder}/parts --steps 2",
+        f"{always} --out {folder}/parts --steps 4",
+    ]
+    run_layout(Layout(dp=2), _run, commands, str(folder))
+    last = "checkpoints/step-00000004"
+    assert _contents(folder / "whole" / last) == _contents(folder / "parts" / last)
+
+
+def test_another_layout_goes_on_with_the_same_losses(folder: Path) -> None:
+    always = "--eval-every 0 --lr-decay-steps 4 --warmup-steps 1"
+    whole, parts = folder / "whole", folder / "parts"
+    run_layout(Layout(), _run, [f"{always} --out {whole} --steps 4", f"{always} --out {parts} --steps 2"], str(folder))
+    run_layout(Layout(tp=2), _run, [f"{always} --tp 2 --zero 0 --out {parts} --steps 4"], str(folder))
+    for row, other in zip(_metrics(whole), _metrics(parts), strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-5)
+
+
+def test_a_changed_run_is_refused_with_what_changed(folder: Path) -> None:
+    commands = [
+        f"--out {folder}/run --steps 2 --lr-decay-steps 4",
+        f"--out {folder}/run --steps 4 --lr-decay-steps 4 --lr 0.5 --seed 9",
+        f"--out {folder}/run --steps 4 --lr-decay-steps 4 --log-every 2 --zero 0 --micro-batch 1",
+    ]
+    ((none, changed, harmless),) = run_layout(Layout(), _run, commands, str(folder))
+    assert none == harmless == []
+    assert any("lr was 0.002 and is now 0.5" in problem for problem in changed)
+    assert any("seed was 0 and is now 9" in problem for problem in changed)
+    (folder / "text.txt").write_text(
+        "another text altogether, and long enough to cut into samples of sixteen bytes. " * 30
+    )
+    ((problems,),) = run_layout(Layout(), _run, [f"--out {folder}/run --steps 6 --lr-decay-steps 4"], str(folder))
+    assert any("the fingerprint of the data was" in problem for problem in problems)
