@@ -35,7 +35,8 @@ def load(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]
     Raises ConfigError, the same on all ranks: the checkpoint is damaged, incomplete, or of another model.
     """
     folder = Path(path)
-    manifest, state = together(lambda: _checked(folder, parts, mesh), mesh, "checking the checkpoint")
+    manifest = together(lambda: _manifest(folder, check=mesh.rank == 0), mesh, "reading the manifest")
+    state = together(lambda: _check(folder, manifest, parts, mesh), mesh, "checking the checkpoint")
     together(lambda: _fill(folder, manifest, parts), mesh, "reading the checkpoint")
     if parts.optimizer is not None:
         parts.optimizer.step_count = state["optimizer"]["step_count"]
@@ -48,33 +49,34 @@ def read_state(path: str | Path) -> dict[str, Any]:
     Raises ConfigError when the checkpoint is incomplete or the file damaged; tensors are not looked at.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
-    problems = check_files(folder, manifest)
-    if not problems and STATE in manifest.files:
-        problems = check_contents(folder, manifest, [STATE])
+    manifest = _manifest(folder, check=True)
+    problems = check_contents(folder, manifest, [STATE]) if STATE in manifest.files else []
     if problems:
         raise ConfigError(problems[0])
     return _read_state(folder, manifest)
 
 
-def _checked(folder: Path, parts: CheckpointParts, mesh: Mesh) -> tuple[Manifest, dict[str, Any]]:
-    """Return the manifest and state.json after every check; reading files through is shared among the ranks."""
+def _manifest(folder: Path, check: bool) -> Manifest:
+    """Return the manifest; check: after a look at every file that it names, which one rank does for all."""
     manifest = read_manifest(folder)
-    problems = check_files(folder, manifest)
-    if not problems:
-        problems = check_contents(folder, manifest, files_to_verify(manifest, mesh.rank, mesh.layout.world_size))
-    if not problems:
-        problems = _check_config(folder, manifest, parts)
-    if not problems:
-        found = model_problem(f"{folder / MODEL}", manifest.model, parts, any_type=False)
-        found = found or optimizer_problem(f"{folder / OPTIMIZER}", manifest.optimizer, parts)
-        problems = [found] if found else []
+    problems = check_files(folder, manifest) if check else []
     if problems:
         raise ConfigError(problems[0])
+    return manifest
+
+
+def _check(folder: Path, manifest: Manifest, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
+    """Return state.json after every check that needs the content of files; reading them is shared among the ranks."""
+    share = files_to_verify(manifest, mesh.rank, mesh.layout.world_size)
+    problems = check_contents(folder, manifest, share) or _check_config(folder, manifest, parts)
+    problem = problems[0] if problems else model_problem(f"{folder / MODEL}", manifest.model, parts, any_type=False)
+    problem = problem or optimizer_problem(f"{folder / OPTIMIZER}", manifest.optimizer, parts)
+    if problem is not None:
+        raise ConfigError(problem)
     state = _read_state(folder, manifest)
     if parts.optimizer is not None and type(state["optimizer"].get("step_count")) is not int:
         raise ConfigError(f"{folder / STATE} has no step count of an optimizer, which this run needs")
-    return manifest, state
+    return state
 
 
 def _check_config(folder: Path, manifest: Manifest, parts: CheckpointParts) -> list[str]:

@@ -68,7 +68,7 @@ class Manifest:
                 for part, records in (("model", self.model), ("optimizer", self.optimizer))
             },
         }
-        return _dump(body | {"checksum": _digest(body)})
+        return sealed(body)
 
 
 def _tensor_json(record: TensorRecord) -> dict[str, Any]:
@@ -77,6 +77,11 @@ def _tensor_json(record: TensorRecord) -> dict[str, Any]:
         for one in record.slices
     ]
     return {"dtype": record.dtype, "shape": list(record.shape), "slices": slices}
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """Return a manifest's content from its fields: with their checksum, in the only form that is read."""
+    return _dump(body | {"checksum": _digest(body)})
 
 
 def _dump(value: Any) -> bytes:

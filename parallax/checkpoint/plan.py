@@ -13,7 +13,7 @@ which is the writer itself where it can be. The plan costs every rank time in pr
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,21 +245,25 @@ def _moves(index: int, box: Box, shares: list[tuple[Share, list[Block]]], key: K
     return moves
 
 
-def rounds(files: Sequence[FilePlan], sources: Sources, limit: int = ROUND_BYTES) -> Iterator[list[Unit]]:
+def rounds(files: Sequence[FilePlan], sources: Sources) -> Iterator[list[Unit]]:
     """Yield the units of all files, each writer's in order, so many at a time that no rank sends and puts together more
-    than `limit` bytes (one unit that is larger, alone)."""
-    waiting: dict[int, deque[Unit]] = {}
+    than ROUND_BYTES (one unit that is larger, alone)."""
+    files_of: dict[int, list[FilePlan]] = defaultdict(list)
     for file in files:
-        waiting.setdefault(file.writer, deque()).extend(units_of(file, sources))
-    while waiting:
+        files_of[file.writer].append(file)
+    streams = {writer: (unit for file in mine for unit in units_of(file, sources)) for writer, mine in files_of.items()}
+    heads = {writer: unit for writer, stream in streams.items() if (unit := next(stream, None)) is not None}
+    while heads:
         chosen: list[Unit] = []
         loads: Counter[int] = Counter()
-        for queue in waiting.values():
-            while queue:
-                counts = queue[0].bytes_by_rank()
-                if chosen and any(loads[rank] + count > limit for rank, count in counts.items()):
+        for writer, stream in streams.items():
+            while writer in heads:
+                counts = heads[writer].bytes_by_rank()
+                if chosen and any(loads[rank] + count > ROUND_BYTES for rank, count in counts.items()):
                     break
                 loads += counts
-                chosen.append(queue.popleft())
-        waiting = {writer: queue for writer, queue in waiting.items() if queue}
+                chosen.append(heads.pop(writer))
+                following = next(stream, None)
+                if following is not None:
+                    heads[writer] = following
         yield chosen

@@ -36,6 +36,7 @@ from parallax.checkpoint.plan import (
     rounds,
 )
 from parallax.checkpoint.transfer import LocalTensors, transfer
+from parallax.collectives import barrier
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.models.presets import to_hugging_face
@@ -44,7 +45,7 @@ from parallax.models.presets import to_hugging_face
 def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Mesh) -> Path:
     """Save the run as `folder/step-N` and return that path; called by all ranks, which all see the same file system.
 
-    A checkpoint of the same step is replaced. Needs up to 400 MiB of memory beside what the run holds, or three times the
+    A checkpoint of the same step is replaced. Needs up to 300 MiB of memory beside what the run holds, or four times the
     largest tensor where tensors are not stored as they are (GPT-2's transposed weights).
 
     Raises ConfigError, the same on all ranks, when a rank cannot write; then nothing is left of the attempt.
@@ -66,6 +67,7 @@ def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Mesh) -> P
     except ConfigError:
         if mesh.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
+        barrier(mesh.world)  # who goes on from here may end the job, and the folder must be gone by then
         raise
     return final
 

@@ -5,8 +5,8 @@ So what any layout saves, and what any layout has after loading, is compared wit
 
 import dataclasses
 import hashlib
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.data_parallel.bucket import GradientBuckets
 from parallax.data_parallel.optimizer import ShardedAdamW
-from parallax.mesh import Mesh
+from parallax.mesh import Layout, Mesh
 from parallax.models.config import DecoderConfig
 from parallax.models.decoder import DecoderStage, StageSpec
 from parallax.tensor_parallel.facts import ParameterFacts, initial_values, initialize, named_parameters_with_facts
@@ -68,6 +68,11 @@ def build_parts(
     return parts
 
 
+@cache  # the same values are asked for under ZeRO 0 and 1
+def _drawn(name: str, facts: ParameterFacts, seed: int) -> torch.Tensor:
+    return torch.from_numpy(initial_values(name, facts, seed))
+
+
 def expected_value(
     name: str,
     kind: str,
@@ -79,8 +84,7 @@ def expected_value(
 ) -> torch.Tensor:
     """Return, flat, the local tensor that a filled run has: zero where it is padding."""
     local = torch.zeros_like(parameter, dtype=dtype or parameter.dtype) if into is None else into
-    drawn = initial_values(f"{name}/{kind}", dataclasses.replace(facts, std=1.0), seed)
-    facts.held(local).copy_(torch.from_numpy(drawn))
+    facts.held(local).copy_(_drawn(f"{name}/{kind}", dataclasses.replace(facts, std=1.0), seed))
     return local.detach().reshape(-1)
 
 
@@ -106,17 +110,4 @@ def contents(folder: Path) -> dict[str, str]:
 
 def single_process_mesh() -> Mesh:
     """Return the mesh of this process alone."""
-    from parallax.mesh import Layout
-
     return Mesh(Layout(), 0, torch.device("cpu"))
-
-
-def any_error(action: Any, *arguments: Any) -> str:
-    """Return what `action` raises as a user's error, or an empty text."""
-    from parallax.errors import ConfigError
-
-    try:
-        action(*arguments)
-    except ConfigError as error:
-        return str(error)
-    return ""

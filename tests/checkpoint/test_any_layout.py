@@ -1,45 +1,55 @@
 """Every layout writes the same files, and every layout loads them: together, any layout resumes any layout."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from parallax.checkpoint import fill, plan
 from parallax.checkpoint.load import load
 from parallax.checkpoint.save import save
 from parallax.mesh import Layout, Mesh
 from tests.checkpoint.runs import GPT2, LLAMA, TIED, build_parts, contents, differences, single_process_mesh
 from tests.distributed.harness import run_layout
 
-MODELS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2}
-LAYOUTS = [
-    Layout(tp=2),
-    Layout(pp=2),
-    Layout(dp=2),
-    Layout(tp=2, dp=2),
-    Layout(pp=2, dp=2),
-    Layout(tp=2, pp=2),
-    Layout(tp=4),
-    Layout(pp=3),
-]
+MODELS = {
+    "llama": (LLAMA, torch.float32),
+    "qwen3, tied": (TIED, torch.float32),
+    "gpt2, bf16 with main parameters": (GPT2, torch.bfloat16),
+}
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(dp=3), Layout(tp=2, dp=2), Layout(tp=4)]
+MORE_LAYOUTS = [Layout(pp=2, dp=2), Layout(tp=2, pp=2), Layout(pp=3), Layout(tp=2, pp=2, dp=2)]
+
+
+def _use_small_units() -> None:
+    """Make this process cut its few kilobytes as it would gigabytes: into several files, units and rounds."""
+    plan.MIN_FILE_BYTES, plan.UNIT_BYTES, plan.ROUND_BYTES, fill.READ_BYTES = 20_000, 3000, 40_000, 3000
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """A checkpoint of each model, written by one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "MIN_FILE_BYTES", 20_000)
+        yield _save_models(tmp_path_factory.mktemp("single"))
+
+
+def _save_models(root: Path) -> dict[str, Path]:
     mesh = single_process_mesh()
-    root = tmp_path_factory.mktemp("single")
     return {
-        name: save(root / name, 100, build_parts(mesh, config, zero=0, seed=1, fill=True), mesh)
-        for name, config in MODELS.items()
+        name: save(root / name, 100, build_parts(mesh, config, zero=0, seed=1, dtype=dtype, fill=True), mesh)
+        for name, (config, dtype) in MODELS.items()
     }
 
 
 def _load_and_save(mesh: Mesh, saved: dict[str, Path], root: Path) -> list:
     """Load each model under ZeRO 0 and 1, and save each again; return the tensors that are wrong."""
     found: list = []
-    for name, config in MODELS.items():
+    _use_small_units()
+    for name, (config, dtype) in MODELS.items():
         for zero in (0, 1):
-            parts = build_parts(mesh, config, zero, seed=2)
+            parts = build_parts(mesh, config, zero, seed=2, dtype=dtype)
             state = load(saved[name], parts, mesh)
             found += differences(parts, seed=1)
             parts.state = state["training"]
@@ -47,7 +57,11 @@ def _load_and_save(mesh: Mesh, saved: dict[str, Path], root: Path) -> list:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}")
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS)],
+    ids=lambda layout: f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}",
+)
 def test_what_one_process_saves_any_layout_loads_and_saves_as_the_same_bytes(
     layout: Layout, single: dict[str, Path], tmp_path: Path
 ) -> None:
