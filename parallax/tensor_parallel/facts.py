@@ -106,16 +106,19 @@ def sharded(
     )
 
 
-def named_parameters_with_facts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterFacts]]:
+def named_parameters_with_facts(
+    module: nn.Module, tp: Group | None = None
+) -> Iterator[tuple[str, nn.Parameter, ParameterFacts]]:
     """Yield (name, parameter, facts) of every parameter once, in the order of `module.named_parameters()`.
 
     A parameter reachable under two names (tied embeddings on one stage) comes once, under its first.
+    tp: for modules that list no facts: their parameters are held whole, with equal gradients, by all of its ranks.
     """
     for name, parameter in module.named_parameters():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         listed: dict[str, ParameterFacts] = getattr(owner, "parameter_facts", {})
-        yield name, parameter, listed.get(leaf) or ParameterFacts(tuple(parameter.shape), decays=parameter.ndim > 1)
+        yield name, parameter, listed.get(leaf) or replicated(tuple(parameter.shape), tp)
 
 
 def update_facts(module: nn.Module, name: str, **changes: Any) -> None:

@@ -43,7 +43,7 @@ def build_train_step(
         sequence_parallel=sequence_parallel,
         recompute=training.recompute,
     )
-    parameters = list(named_parameters_with_facts(stage))
+    parameters = list(named_parameters_with_facts(stage, mesh.tp))
     buckets = GradientBuckets(parameters, mesh, zero=optimizer.zero)
     num_micro_batches = training.global_batch // (training.micro_batch * mesh.layout.dp)
     schedule = SCHEDULES[parallel.schedule](mesh.layout.pp, num_micro_batches)

@@ -44,3 +44,12 @@ def test_values_look_normal_and_depend_on_seed_and_name() -> None:
     assert abs(values.std() / 0.02 - 1) < 0.01 and abs(values.mean()) < 1e-3
     assert not np.array_equal(values, initial_values(name, facts[name], seed=2))
     assert not np.array_equal(values, initial_values("model.layers.1.mlp.up_proj.weight", facts[name], seed=1))
+
+
+def test_a_plain_module_is_taken_as_held_whole_by_every_tp_rank() -> None:
+    tp = plan_mesh(Layout(tp=4), 1).tp
+    facts = {name: facts for name, _, facts in named_parameters_with_facts(torch.nn.Linear(3, 5), tp)}
+    assert {name: (fact.replicas.tp, fact.partial, fact.decays) for name, fact in facts.items()} == {
+        "weight": (4, False, True),
+        "bias": (4, False, False),
+    }
