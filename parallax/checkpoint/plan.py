@@ -252,18 +252,17 @@ def rounds(files: Sequence[FilePlan], sources: Sources) -> Iterator[list[Unit]]:
     for file in files:
         files_of[file.writer].append(file)
     streams = {writer: (unit for file in mine for unit in units_of(file, sources)) for writer, mine in files_of.items()}
-    heads = {writer: unit for writer, stream in streams.items() if (unit := next(stream, None)) is not None}
-    while heads:
+    heads = {writer: next(stream, None) for writer, stream in streams.items()}
+    while any(heads.values()):
         chosen: list[Unit] = []
         loads: Counter[int] = Counter()
         for writer, stream in streams.items():
-            while writer in heads:
-                counts = heads[writer].bytes_by_rank()
-                if chosen and any(loads[rank] + count > ROUND_BYTES for rank, count in counts.items()):
-                    break
-                loads += counts
-                chosen.append(heads.pop(writer))
-                following = next(stream, None)
-                if following is not None:
-                    heads[writer] = following
+            while (unit := heads[writer]) and (not chosen or _fits(unit, loads)):
+                loads += unit.bytes_by_rank()
+                chosen.append(unit)
+                heads[writer] = next(stream, None)
         yield chosen
+
+
+def _fits(unit: Unit, loads: Counter[int]) -> bool:
+    return all(loads[rank] + count <= ROUND_BYTES for rank, count in unit.bytes_by_rank().items())
