@@ -157,6 +157,9 @@ def build_stage(
     """
     with torch.device("meta"):
         stage = DecoderStage(config, spec, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
-    stage = stage.to_empty(device=device).to(dtype)
+    # What nn.Module.to_empty does, without the import of torch's compiler (seconds) that it brings.
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
     initialize(stage, seed)
     return stage

@@ -154,6 +154,8 @@ def column_parallel(
 
 def _reset(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
     """Draw a layer's weights from torch's generator; a whole model is initialised by name instead (facts.initialize)."""
+    if weight.is_meta:  # shapes only; asking torch to fill them would import its compiler, for seconds
+        return
     nn.init.normal_(weight, std=std)
     if bias is not None:
         nn.init.zeros_(bias)

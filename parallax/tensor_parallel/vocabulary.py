@@ -51,7 +51,8 @@ class VocabParallelEmbedding(nn.Module):
         self.parameter_facts: dict[str, ParameterFacts] = {
             "weight": sharded((vocab_size, hidden_size), 0, tp, padded=padded, std=std)
         }
-        nn.init.normal_(self.weight, std=std)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=std)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp is None:
