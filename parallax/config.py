@@ -213,12 +213,11 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
     training = options.training.resolved()
     problems += options.training.check(layout.dp)
     assert training.steps is not None
-    problems += options.learning_rate.check(training.steps) + options.optimizer.check()
     data_problems = check_data(options.data)
-    tokenizer_size, found = (None, []) if data_problems else _tokenizer_size(options.data)
-    problems += data_problems + found
-    model, found = resolve_model(options.model, tokenizer_size, training.seq_len)
-    problems += found
+    tokenizer_size, tokenizer_problems = (None, []) if data_problems else _tokenizer_size(options.data)
+    model, model_problems = resolve_model(options.model, tokenizer_size, training.seq_len)
+    problems += options.learning_rate.check(training.steps, model.hidden_size if model is not None else None)
+    problems += options.optimizer.check() + data_problems + tokenizer_problems + model_problems
     if model is not None:
         problems += _check_stages(model, layout, options)
     run = options.run.resolved(_run_name(options.model.model))
@@ -230,7 +229,7 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
         model=options.model,
         data=options.data,
         training=training,
-        learning_rate=options.learning_rate.resolved(training.steps),
+        learning_rate=options.learning_rate.resolved(training.steps, model.hidden_size),
         optimizer=options.optimizer,
         run=run,
         asked=options,

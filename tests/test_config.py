@@ -133,7 +133,7 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--precision fp16", 1, "--precision fp16 is unknown; use fp32 or bf16"),
         ("--recompute some", 1, "--recompute some is unknown; use none, selective or full"),
         ("--lr 0", 1, "--lr 0.0 must be above 0"),
-        ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.002"),
+        ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.005"),
         ("--warmup-steps 101", 1, "--warmup-steps 101 must be between 0 and the 100 steps"),
         ("--lr-schedule constant --min-lr 0", 1, "--min-lr has no effect with --lr-schedule constant"),
         ("--zero 2", 1, "--zero 2 is unknown; use 0 or 1"),
@@ -365,5 +365,5 @@ def test_the_table_shows_what_was_resolved() -> None:
     with console.capture() as capture:
         console.print(config_of("--tp 2 --sp --hidden 512", 4).describe())
     shown = capture.get()
-    for words in ("tp 2  pp 1  dp 2  sp", "hidden 512", "ffn 1376", "steps 100", "min-lr 0.0002", "out runs/tiny"):
+    for words in ("tp 2  pp 1  dp 2  sp", "hidden 512", "ffn 1376", "steps 100", "min-lr 0.00025", "out runs/tiny"):
         assert words in shown

@@ -20,6 +20,9 @@ from parallax.flags import named
 
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_steps; 10 to 20% is enough (Hagele et al. 2024, arXiv:2405.18392)
 DEFAULT_WARMUP_FRACTION, MAX_DEFAULT_WARMUP = 0.1, 2000
+# The best rate falls as 1 / width (Yang et al. 2022, arXiv:2203.03466); 1.28 / hidden_size is 5e-3 for the preset tiny, 3.1e-4
+# for Llama 3 8B and 7.8e-5 for 405B, which were trained with 3e-4 and 8e-5 (Llama Team 2024, arXiv:2407.21783, table 3).
+DEFAULT_LR_TIMES_HIDDEN = 1.28
 DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown et al. 2020
 
 
@@ -27,7 +30,7 @@ DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown e
 class LearningRateOptions:
     """How far each step goes, and how that changes over the run."""
 
-    lr: float = 2e-3
+    lr: Annotated[float | None, named("lr", metavar="FLOAT", default="1.28 / hidden size")] = None
     """Learning rate after the warm-up."""
 
     lr_schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], named("lr-schedule", "lr-decay-style")] = (
@@ -49,13 +52,17 @@ class LearningRateOptions:
     ] = None
     """Step, warm-up included, at which the decay ends."""
 
-    def check(self, steps: int) -> list[str]:
-        """Return what is wrong with these options in a run of `steps` steps, a sentence each."""
+    def check(self, steps: int, hidden_size: int | None) -> list[str]:
+        """Return what is wrong with these options in a run of `steps` steps, a sentence each.
+
+        hidden_size: of the model, or None while it is not known.
+        """
         problems = []
-        if self.lr <= 0:
+        lr = self.lr or (DEFAULT_LR_TIMES_HIDDEN / hidden_size if hidden_size else None)
+        if self.lr is not None and self.lr <= 0:
             problems.append(f"--lr {self.lr} must be above 0")
-        elif self.min_lr is not None and not 0 <= self.min_lr <= self.lr:
-            problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")
+        elif lr is not None and self.min_lr is not None and not 0 <= self.min_lr <= lr:
+            problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {lr}")
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= steps:
             problems.append(f"--warmup-steps {self.warmup_steps} must be between 0 and the {steps} steps of the run")
         if self.lr_schedule == "constant":
@@ -69,21 +76,26 @@ class LearningRateOptions:
             problems.append(f"--lr-decay-steps {self.lr_decay_steps} must be at least {least}")
         return problems
 
-    def resolved(self, steps: int) -> LearningRateOptions:
-        """Return these options with the defaults of a run of `steps` steps filled in."""
+    def resolved(self, steps: int, hidden_size: int) -> LearningRateOptions:
+        """Return these options with the defaults of a run of `steps` steps of a model that wide filled in."""
         decay = steps if self.lr_decay_steps is None else self.lr_decay_steps
         warmup = min(int(DEFAULT_WARMUP_FRACTION * min(steps, decay)), MAX_DEFAULT_WARMUP)
-        filled = replace(self, warmup_steps=warmup if self.warmup_steps is None else self.warmup_steps)
+        filled = replace(
+            self,
+            lr=DEFAULT_LR_TIMES_HIDDEN / hidden_size if self.lr is None else self.lr,
+            warmup_steps=warmup if self.warmup_steps is None else self.warmup_steps,
+        )
+        assert filled.lr is not None
         if self.lr_schedule == "constant":
             return filled
-        min_lr = DEFAULT_MIN_LR_FRACTION * self.lr if self.min_lr is None else self.min_lr
+        min_lr = DEFAULT_MIN_LR_FRACTION * filled.lr if self.min_lr is None else self.min_lr
         return replace(filled, min_lr=min_lr, lr_decay_steps=decay)
 
 
 def learning_rate(step: int, options: LearningRateOptions) -> float:
     """Return the learning rate of `step`, counted from 0; `options` are resolved."""
     warmup = options.warmup_steps
-    assert warmup is not None, "learning_rate needs resolved options"
+    assert warmup is not None and options.lr is not None, "learning_rate needs resolved options"
     if step < warmup:
         return options.lr * (step + 1) / (warmup + 1)
     if options.lr_schedule == "constant":

@@ -94,7 +94,7 @@ def loader_of(mesh: Mesh, case: Case) -> BatchLoader:
 def train(mesh: Mesh, case: Case) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of each step."""
     step, loader = build(mesh, case), loader_of(mesh, case)
-    rates = LearningRateOptions(lr=1e-3, warmup_steps=2).resolved(case.steps)
+    rates = LearningRateOptions(lr=1e-3, warmup_steps=2).resolved(case.steps, case.model.hidden_size)
     results = [step(loader.micro_batches(i), learning_rate(i, rates)) for i in range(case.steps)]
     return [(result.loss.item(), result.grad_norm.item()) for result in results]
 

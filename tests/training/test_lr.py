@@ -10,8 +10,8 @@ from parallax.training.lr import LearningRateOptions, learning_rate
 
 
 def rates(steps: int, **options: object) -> list[float]:
-    resolved = LearningRateOptions(**options).resolved(steps)
-    assert resolved.check(steps) == []
+    resolved = LearningRateOptions(**options).resolved(steps, 256)
+    assert resolved.check(steps, 256) == []
     return [learning_rate(step, resolved) for step in range(steps)]
 
 
@@ -95,9 +95,9 @@ def test_after_the_decay_the_rate_is_the_smallest() -> None:
 
 
 def test_defaults_follow_the_length_of_the_run() -> None:
-    assert LearningRateOptions(lr=1.0).resolved(100) == LearningRateOptions(1.0, "cosine", 0.1, 10, 100)
-    assert LearningRateOptions(lr=1.0).resolved(10**6).warmup_steps == 2000
-    assert LearningRateOptions(lr=1.0, lr_schedule="constant").resolved(50).min_lr is None
+    assert LearningRateOptions(lr=1.0).resolved(100, 256) == LearningRateOptions(1.0, "cosine", 0.1, 10, 100)
+    assert LearningRateOptions(lr=1.0).resolved(10**6, 256).warmup_steps == 2000
+    assert LearningRateOptions(lr=1.0, lr_schedule="constant").resolved(50, 256).min_lr is None
 
 
 def test_a_longer_run_with_the_same_decay_starts_with_the_same_rates() -> None:
@@ -120,5 +120,5 @@ def test_a_longer_run_with_the_same_decay_starts_with_the_same_rates() -> None:
     ],
 )
 def test_contradictions_are_named(options: dict[str, object], words: str) -> None:
-    (problem,) = LearningRateOptions(**options).check(100)
+    (problem,) = LearningRateOptions(**options).check(100, 256)
     assert problem.startswith(words)
