@@ -1,0 +1,170 @@
+"""Contestants in one world: check that they train the same model, then let them take turns at the clock.
+
+In the processes of one run every contestant is built, does three steps whose losses must agree, and then, round after
+round, each does one timed step on the same tokens. Whatever else the machine is doing slows all of them alike, and the
+ratio of two steps of one round is free of what changes from round to round. Who goes first changes every round.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from parallax.mesh import Layout, Mesh
+
+CHECKED_STEPS = 3
+TOLERANCE = 1e-4  # relative, of the losses of these steps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A layout, and who trains in it; ours first. threads: of each process."""
+
+    layout: Layout
+    ours: tuple[str, ...]
+    peers: tuple[str, ...]
+    aim: float
+    threads: int = 1
+
+    @property
+    def contestants(self) -> tuple[str, ...]:
+        return self.ours + self.peers
+
+
+COMPARISONS = {
+    "one": Comparison(Layout(), ("parallax",), ("plain loop",), aim=1.0, threads=2),
+    "dp2": Comparison(Layout(dp=2), ("parallax", "parallax, zero 0"), ("DDP", "DDP + ZeRO", "FSDP2"), aim=1.0),
+    "tp2": Comparison(Layout(tp=2), ("parallax",), ("DTensor",), aim=1.2),
+    "pp2": Comparison(Layout(pp=2), ("parallax",), ("1F1B",), aim=1.0),
+    "tp2pp2": Comparison(Layout(tp=2, pp=2), ("parallax",), ("DTensor + 1F1B",), aim=1.2),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """losses: of the checked steps, and seconds: of each round's step, by contestant."""
+
+    losses: dict[str, list[float]]
+    seconds: dict[str, list[float]]
+
+    def disagreement(self) -> float:
+        """Return the largest relative difference of a peer's loss from that of the first contestant."""
+        first, *others = self.losses.values()
+        return max((abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
+
+    def best(self, name: str) -> float:
+        """Return the seconds of the contestant's fastest step."""
+        return min(self.seconds[name])
+
+    def ratio_of_bests(self, ours: str, peers: tuple[str, ...]) -> float:
+        """Return our tokens per second over those of the fastest peer, each in its best step."""
+        return min(self.best(peer) for peer in peers) / self.best(ours)
+
+    def median_ratio(self, ours: str, peers: tuple[str, ...]) -> float:
+        """Return the median over the rounds of our tokens per second over a peer's; of the peer where that is lowest."""
+        return min(
+            median(theirs / our for our, theirs in zip(self.seconds[ours], self.seconds[peer], strict=True))
+            for peer in peers
+        )
+
+
+def compete(mesh: Mesh, task: Any, names: tuple[str, ...], rounds: int) -> Result:
+    """Build the contestants, check their losses, time them; called by every rank of the world, with the same result.
+
+    Raises AssertionError if the losses of the first steps do not agree.
+    """
+    import torch
+
+    from benchmarks.peers import make_contestant
+    from benchmarks.task import make_batches
+    from parallax.collectives import all_reduce_, barrier
+
+    steps = make_batches(task, mesh, CHECKED_STEPS + rounds)
+    contestants = {name: make_contestant(name, mesh, task) for name in names}
+    losses = {
+        name: all_reduce_(
+            torch.stack([contestant.step(batches).double() for batches in steps[:CHECKED_STEPS]]), mesh.world
+        ).tolist()
+        for name, contestant in contestants.items()
+    }
+    result = Result(losses, {name: [] for name in names})
+    assert result.disagreement() < TOLERANCE, f"the contestants do not train the same model: {losses}"
+    if mesh.rank == 0 and rounds:
+        say(f"  same model: losses {_listed(losses[names[0]])}, apart by {result.disagreement():.0e} at most")
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            barrier(mesh.world)
+            started = time.perf_counter()
+            contestants[name].step(steps[CHECKED_STEPS + number])
+            barrier(mesh.world)
+            result.seconds[name].append(time.perf_counter() - started)
+        if mesh.rank == 0:
+            latest = ", ".join(f"{name} {task.tokens_per_step / result.seconds[name][-1]:,.0f}" for name in names)
+            say(f"  round {number + 1}: {latest}")
+    return result
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def _listed(numbers: list[float]) -> str:
+    return " ".join(f"{number:.5f}" for number in numbers)
+
+
+def _rank_main(pipe: Any, environment: dict[str, str], comparison: Comparison, task: Any, rounds: int) -> None:
+    os.environ.update(environment)
+    import torch
+
+    from parallax.mesh import connect
+
+    torch.set_num_threads(comparison.threads)
+    with connect(comparison.layout) as mesh:
+        result = compete(mesh, task, comparison.contestants, rounds)
+    pipe.send((result.losses, result.seconds))
+
+
+def run_comparison(comparison: Comparison, task: Any, rounds: int) -> Result:
+    """Start the processes of a comparison, as torchrun would, and return what rank 0 measured.
+
+    Raises RuntimeError if a process fails; its traceback is on stderr.
+    """
+    import torch.distributed as dist
+
+    world_size = comparison.layout.world_size
+    # Held by this process and shared by the ranks, so that no port has to be guessed.
+    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    processes = []
+    for rank in range(world_size):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        processes.append(context.Process(target=_rank_main, args=(there, environment, comparison, task, rounds)))
+        processes[-1].start()
+    try:
+        while any(process.is_alive() for process in processes):
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.1)
+        if any(process.exitcode for process in processes):
+            raise RuntimeError("a process of the comparison failed")
+        return Result(*here.recv())
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()

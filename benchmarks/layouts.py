@@ -1,0 +1,109 @@
+"""Compare Parallax with PyTorch's own parts, layout by layout, on this machine.
+
+    python benchmarks/layouts.py                                  all layouts, a few minutes on two cores
+    python benchmarks/layouts.py --only tp2,pp2 --rounds 20
+    python benchmarks/layouts.py --json layouts.json              the figures, with the machine and the date
+
+    one       one process, 2 threads       a plain PyTorch loop
+    dp2       2 processes                  DDP; DDP with ZeroRedundancyOptimizer; FSDP2
+    tp2       2 processes                  DTensor's tensor-parallel plan
+    pp2       2 processes                  torch.distributed.pipelining's Schedule1F1B
+    tp2pp2    4 processes                  DTensor's plan in Schedule1F1B
+
+All train one model from the same weights on the same tokens: 8 layers, hidden 256, ffn 688, 8 heads, 4 KV heads,
+vocabulary 512, sequence 256, global batch 16, micro-batch 2, fp32, AdamW. That they do is checked by the losses of the
+first three steps. Figures to quote are the ratios: our tokens per second over those of the fastest peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+# Running a file puts its own folder on the search path, and the checkout need not be installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contest import COMPARISONS, Comparison, Result, run_comparison, say
+from benchmarks.machine import describe_machine
+from benchmarks.task import Task
+
+
+def main() -> None:
+    options = parse()
+    task, results = Task(), {}
+    machine = describe_machine()
+    say("  ".join(f"{name}: {value}" for name, value in machine.items()))
+    for name in options.only:
+        comparison = COMPARISONS[name]
+        say(f"\n{name}: {comparison.layout.world_size} processes, {comparison.threads} threads each")
+        started = time.perf_counter()
+        results[name] = run_comparison(comparison, task, options.rounds)
+        say(f"  {time.perf_counter() - started:.0f} seconds")
+    say("\n" + table(results, task))
+    if options.json is not None:
+        record = {"machine": machine, "rounds": options.rounds, "layouts": figures(results, task)}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant (default: 8)")
+    parser.add_argument("--only", default=",".join(COMPARISONS), help="layouts, with commas between (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    options = parser.parse_args()
+    options.only = options.only.split(",")
+    unknown = [name for name in options.only if name not in COMPARISONS]
+    if unknown:
+        parser.error(f"--only {','.join(unknown)} is unknown; use {', '.join(COMPARISONS)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} must be at least 1")
+    return options
+
+
+def table(results: dict[str, Result], task: Task) -> str:
+    """Return the figures as a table in Markdown: tokens per second, and for ours the ratios to the fastest peer."""
+    lines = [
+        "| layout | | best tokens/s | median tokens/s | ours / fastest peer, best | median of rounds | aim |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for layout, result in results.items():
+        comparison = COMPARISONS[layout]
+        for name, row in rows_of(comparison, result, task).items():
+            ratios = " | | "
+            if name in comparison.ours:
+                ratios = f"{row['ratio_best']:.2f} | {row['ratio_median']:.2f} | {comparison.aim}"
+            lines.append(f"| {layout} | {name} | {row['best']:,.0f} | {row['median']:,.0f} | {ratios} |")
+    return "\n".join(lines)
+
+
+def rows_of(comparison: Comparison, result: Result, task: Task) -> dict[str, dict[str, float]]:
+    """Return the figures of each contestant of a comparison."""
+    rows = {}
+    for name, seconds in result.seconds.items():
+        rates = sorted(task.tokens_per_step / second for second in seconds)
+        middle = (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
+        rows[name] = {"best": rates[-1], "median": middle}
+        if name in comparison.ours:
+            rows[name]["ratio_best"] = result.ratio_of_bests(name, comparison.peers)
+            rows[name]["ratio_median"] = result.median_ratio(name, comparison.peers)
+    return rows
+
+
+def figures(results: dict[str, Result], task: Task) -> dict[str, dict]:
+    """Return all figures as JSON has them."""
+    return {
+        layout: {
+            "tokens_per_second": rows_of(COMPARISONS[layout], result, task),
+            "seconds": result.seconds,
+            "losses": result.losses,
+            "largest_difference_of_losses": result.disagreement(),
+        }
+        for layout, result in results.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

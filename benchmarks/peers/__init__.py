@@ -1,0 +1,51 @@
+"""The same training made of PyTorch's own parts, as its documentation and torchtitan put them together.
+
+Each is imported when it is asked for: DTensor, FSDP and pipelining take seconds to import.
+"""
+
+from __future__ import annotations
+
+from benchmarks.ours import Parallax
+from benchmarks.task import Contestant, Task
+from parallax.mesh import Mesh
+
+# What each name of a contestant in a comparison stands for.
+DESCRIPTIONS = {
+    "parallax": "Parallax with its defaults (ZeRO 1)",
+    "parallax, zero 0": "Parallax with --zero 0",
+    "plain loop": "a PyTorch loop over the micro-batches",
+    "DDP": "DistributedDataParallel, AdamW",
+    "DDP + ZeRO": "DistributedDataParallel, ZeroRedundancyOptimizer of AdamW",
+    "FSDP2": "fully_shard of each layer and the whole",
+    "DTensor": "parallelize_module, loss_parallel",
+    "1F1B": "torch.distributed.pipelining's Schedule1F1B",
+    "DTensor + 1F1B": "Schedule1F1B over stages made by parallelize_module, loss_parallel",
+}
+
+
+def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
+    """Build a contestant by its name in DESCRIPTIONS; called by every rank of the world."""
+    if name == "parallax":
+        return Parallax(mesh, task)
+    if name == "parallax, zero 0":
+        return Parallax(mesh, task, zero=0)
+    if name == "plain loop":
+        from benchmarks.peers.plain import PlainLoop
+
+        return PlainLoop(mesh, task)
+    if name in ("DDP", "DDP + ZeRO"):
+        from benchmarks.peers.replicated import ReplicatedLoop
+
+        return ReplicatedLoop(mesh, task, zero=name != "DDP")
+    if name == "FSDP2":
+        from benchmarks.peers.fully_sharded import FullyShardedLoop
+
+        return FullyShardedLoop(mesh, task)
+    if name == "DTensor":
+        from benchmarks.peers.dtensor import DTensorLoop
+
+        return DTensorLoop(mesh, task)
+    assert name in ("1F1B", "DTensor + 1F1B"), name
+    from benchmarks.peers.pipelining import PipelinedLoop
+
+    return PipelinedLoop(mesh, task)
