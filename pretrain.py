@@ -39,7 +39,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     from parallax.checkpoint.parts import CheckpointParts
     from parallax.objectives.next_token import NextToken
     from parallax.training.build import DTYPES, build_train_step
-    from parallax.training.checkpoints import agree, find_start, restore, save_to
+    from parallax.training.checkpoints import Resume, agree, save_to
     from parallax.training.fit import Evaluation, Run, fit
     from parallax.training.flops import peak_flops
     from parallax.training.metrics import Metrics
@@ -47,7 +47,8 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     model, training, root = config.model_config, config.training, config.out / "checkpoints"
     identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     agree(identity, mesh)
-    start = find_start(config.run.resume, root, identity, changes_that_matter, mesh)
+    resume = Resume(config.run.resume, root, identity, changes_that_matter)
+    start = resume.find(mesh)
 
     objective = NextToken(model.vocab_size, mesh.tp)
     train_step = build_train_step(
@@ -55,7 +56,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     )
     dtype = DTYPES[training.precision]
     parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype)
-    state = restore(start, parts, mesh)
+    start, state = resume.restore(start, parts, mesh)
 
     batch = (training.seed, training.global_batch, training.micro_batch, mesh.dp_rank, mesh.layout.dp)
     loader = BatchLoader(data.train, *batch, pin_memory=mesh.device.type == "cuda")

@@ -2,7 +2,8 @@
 
 A `ConfigError` holds all problems found at once, so that a command is corrected in one go. `exit_with_problems`
 prints them from one rank only and ends with status 2; the other ranks wait a moment first, since a launcher kills the
-whole job as soon as one rank ends, and the sentence must have been printed by then.
+whole job as soon as one rank ends, and the sentence must have been printed by then. A rank that is still there after
+that knows of a problem that rank 0 does not have (another node's files), and says it itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 EXIT_USER_ERROR = 2
+_WAIT_SECONDS = 8.0  # for rank 0 to print, and the launcher to notice that it ended
 
 
 class ConfigError(ValueError):
@@ -26,12 +28,12 @@ class ConfigError(ValueError):
 
 
 def exit_with_problems(problems: Sequence[str], program: str) -> NoReturn:
-    """Print the problems from global rank 0 and exit with status 2 on every rank."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        for problem in problems:
-            print(f"{program}: error: {problem}", file=sys.stderr)
-        sys.stderr.flush()
-    else:
-        # Normally ended by the launcher at once; the bound keeps a rank from outliving a launcher that does not.
-        time.sleep(20)
+    """Print the problems, from global rank 0 if it has them too, and exit with status 2 on every rank."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(_WAIT_SECONDS)  # normally ended by the launcher meanwhile
+    where = f" (rank {rank})" if rank != 0 else ""
+    for problem in problems:
+        print(f"{program}: error{where}: {problem}", file=sys.stderr)
+    sys.stderr.flush()
     sys.exit(EXIT_USER_ERROR)

@@ -7,7 +7,7 @@
         manifest.json   every file's size and checksum, every tensor's shape, type and place; written last
 
 Tensors are whole: unsharded, without padding, under the names they have in every layout. Neither the ranks, nor ZeRO, nor
-the buckets show in the files, which are the same bytes whatever layout wrote them. Safetensors and JSON only: loading
+the buckets show in model/ and optimizer/, which are the same bytes whatever layout wrote them. Safetensors and JSON only: loading
 never runs code.
 
     from parallax.checkpoint.save import save            # all ranks together

@@ -109,7 +109,7 @@ class ParallelAttention(nn.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
-        norm_eps: float = 1e-6,
+        norm_eps: float = 1e-5,
         recompute: bool = False,
         std: float = 0.02,
     ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallax.checkpoint.agreement import together
 from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.load import load, read_state
 from parallax.checkpoint.parts import CheckpointParts
@@ -32,35 +35,61 @@ def agree(identity: Identity, mesh: Mesh) -> None:
                 )
 
 
-def find_start(resume: str, root: Path, identity: Identity, compare: Compare, mesh: Mesh) -> Path | None:
-    """Return the checkpoint that `--resume auto|none|PATH` means, or None for a fresh start; called by all ranks.
+@dataclass(frozen=True)
+class Resume:
+    """What `--resume` was given, where the run's checkpoints are, and what tells whether one is of this run."""
 
-    Raises ConfigError if going on from there would not continue the run that was saved; no model is built yet.
-    """
-    if resume == "none":
-        return None
-    start = find_latest(root, mesh) if resume == "auto" else Path(resume).expanduser()
-    if start is None:
-        return None
-    stored = read_state(start)["training"]
-    if not isinstance(stored, dict) or not {"identity", "counters"} <= stored.keys():
-        raise ConfigError(f"{start} was not saved by pretrain.py; give --resume none or the path of one that was")
-    problems = compare(stored["identity"], identity)
-    if problems:
-        raise ConfigError(
-            [
-                f"{start} is of another run: {problem}; ask for the same, or give --resume none or another --out"
-                for problem in problems
-            ]
-        )
-    return start
+    choice: str  # auto, none or a path
+    root: Path
+    identity: Identity
+    compare: Compare
 
+    def find(self, mesh: Mesh, older_than: int | None = None) -> Path | None:
+        """Return the checkpoint to go on from, or None for a fresh start; called by all ranks, before a model is built.
 
-def restore(start: Path | None, parts: CheckpointParts, mesh: Mesh) -> TrainState:
-    """Load weights, optimizer states and counters from `start` in place; called by all ranks. None: a fresh state."""
-    if start is None:
-        return TrainState()
-    return TrainState.from_dict(load(start, parts, mesh)["training"]["counters"])
+        Raises ConfigError, the same on all ranks, if going on from there would not continue the run that was saved.
+        """
+        newest = find_latest(self.root, mesh, older_than)
+        if self.choice == "none":
+            if newest is not None:
+                raise ConfigError(
+                    f"--resume none would mix a new run with the checkpoints in {self.root}; give another --out"
+                )
+            return None
+        start = newest if self.choice == "auto" else Path(self.choice).expanduser()
+        if start is None:
+            return None
+        try:
+            stored = together(lambda: read_state(start)["training"], mesh, f"reading {start}")
+        except ConfigError as error:
+            return self._older(start, error, mesh)
+        if not isinstance(stored, dict) or not {"identity", "counters"} <= stored.keys():
+            raise ConfigError(f"{start} was not saved by pretrain.py; give --resume none or the path of one that was")
+        problems = self.compare(stored["identity"], self.identity)
+        if problems:
+            hint = "ask for the same, or start another run with another --out"
+            raise ConfigError([f"{start} is of another run: {problem}; {hint}" for problem in problems])
+        return start
+
+    def restore(self, start: Path | None, parts: CheckpointParts, mesh: Mesh) -> tuple[Path | None, TrainState]:
+        """Load weights, optimizer states and counters in place; return from where, and the counters. Called by all ranks.
+
+        A damaged checkpoint changes nothing: `auto` goes on from the one before it, with a notice.
+        """
+        while start is not None:
+            try:
+                return start, TrainState.from_dict(load(start, parts, mesh)["training"]["counters"])
+            except ConfigError as error:
+                start = self._older(start, error, mesh)
+        return None, TrainState()
+
+    def _older(self, damaged: Path, error: ConfigError, mesh: Mesh) -> Path:
+        older = self.find(mesh, int(damaged.name.removeprefix("step-"))) if self.choice == "auto" else None
+        if older is None:
+            raise error
+        if mesh.rank == 0:
+            print(f"parallax: {error}; going on from {older}", file=sys.stderr)
+        return older
 
 
 def save_to(root: Path, parts: CheckpointParts, identity: Identity, mesh: Mesh) -> Callable[[TrainState], Path]:

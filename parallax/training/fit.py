@@ -60,7 +60,7 @@ def fit(run: Run) -> None:
         last = state.step == run.steps
         evaluates = run.evaluation is not None and (last or _due(state.step, options.eval_every))
         values: dict[str, float] = {}
-        if last or evaluates or _due(state.step, options.log_every):
+        if evaluates or _due(state.step, options.log_every) or (last and options.log_every):
             values = _measure(run, result, lr, watch)
         started = time.perf_counter()
         if run.evaluation is not None and evaluates:

@@ -160,10 +160,10 @@ class RunOptions:
     """Steps between checkpoints; 0 saves only at the end."""
 
     log_every: Annotated[int, named("log-every", "log-interval")] = 1
-    """Steps between lines of metrics; 0 turns them off."""
+    """Steps between lines of metrics, beside those at evaluations and at the end; 0 turns them off."""
 
     eval_every: Annotated[int, named("eval-every", "eval-interval")] = 50
-    """Steps between evaluations on the held-out part of the data; 0 turns them off."""
+    """Steps between evaluations on the held-out part of the data, beside that at the end; 0 turns them off."""
 
     eval_steps: Annotated[int | None, named("eval-steps", "eval-iters", metavar="INT", default="8")] = None
     """Global batches in an evaluation."""

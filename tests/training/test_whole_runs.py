@@ -124,3 +124,31 @@ def test_a_changed_run_is_refused_with_what_changed(folder: Path) -> None:
     )
     ((problems,),) = run_layout(Layout(), _run, [f"--out {folder}/run --steps 6 --lr-decay-steps 4"], str(folder))
     assert any("the fingerprint of the data was" in problem for problem in problems)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: Path) -> None:
+    always = "--eval-every 0 --lr-decay-steps 4 --warmup-steps 1 --save-every 1"
+    run_layout(
+        Layout(),
+        _run,
+        [f"{always} --out {folder}/whole --steps 4", f"{always} --out {folder}/parts --steps 3"],
+        str(folder),
+    )
+    newest = folder / "parts" / "checkpoints" / "step-00000003"
+    for name, older in (("state.json", "step-00000002"), ("optimizer", "step-00000001")):
+        victim = (
+            newest / name if name == "state.json" else sorted((newest.parent / "step-00000002" / name).iterdir())[0]
+        )
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+        assert (newest.parent / older).is_dir()
+    run_layout(Layout(), _run, [f"{always} --out {folder}/parts --steps 4"], str(folder))
+    last = "checkpoints/step-00000004"
+    assert _contents(folder / "whole" / last) == _contents(folder / "parts" / last)
+
+
+def test_a_fresh_start_does_not_mix_with_an_older_run(folder: Path) -> None:
+    commands = [f"--out {folder}/run --steps 1", f"--out {folder}/run --steps 1 --resume none"]
+    (((), (problem,)),) = run_layout(Layout(), _run, commands, str(folder))
+    assert "--resume none would mix" in problem
