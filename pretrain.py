@@ -41,7 +41,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     from parallax.training.build import DTYPES, build_train_step
     from parallax.training.checkpoints import Resume, agree, save_to
     from parallax.training.fit import Evaluation, Run, fit
-    from parallax.training.flops import peak_flops
+    from parallax.training.flops import total_peak_flops
     from parallax.training.metrics import Metrics
 
     model, training, root = config.model_config, config.training, config.out / "checkpoints"
@@ -83,7 +83,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 lambda step: learning_rate(step, config.learning_rate),
                 save_to(root, parts, identity, mesh),
                 flops_per_token(model, training.seq_len),
-                peak_flops(mesh.device, dtype) * mesh.layout.world_size,
+                total_peak_flops(mesh, dtype),
             )
         )
         metrics.say(f"done           {config.out} holds metrics.jsonl, tensorboard/ and checkpoints/")

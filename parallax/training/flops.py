@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from parallax.mesh import Mesh
+
 # Dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets. The first name that is part of torch's device name
 # counts, so the special cases stand before the general ones. "H100" alone is the SXM board ("NVIDIA H100 80GB HBM3").
 GPU_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
@@ -67,6 +69,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         peak = gpu_peak_flops(torch.cuda.get_device_name(device))
         return peak if peak is not None else measured_flops(device, dtype, size=8192)
     return measured_flops(device, dtype)
+
+
+def total_peak_flops(mesh: Mesh, dtype: torch.dtype) -> float:
+    """Return the peak FLOP/s of all ranks' devices together; called by all ranks.
+
+    CPU ranks measure at the same time, since those of one host share its cores.
+    """
+    import torch
+
+    from parallax.collectives import all_reduce_, barrier
+
+    barrier(mesh.world)
+    peak = torch.tensor(peak_flops(mesh.device, dtype), dtype=torch.float64, device=mesh.device)
+    return all_reduce_(peak, mesh.world).item()
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_seconds: float = 0.3) -> float:

@@ -229,3 +229,20 @@ def test_heads_and_features_that_do_not_divide_name_the_sizes() -> None:
         ParallelMLP(16, 30, tp=tp)
     with pytest.raises(ValueError, match="in_features=30"):
         RowParallelLinear(30, 16, tp=tp)
+
+
+def _gathered(mesh: Mesh) -> dict[str, torch.Tensor]:
+    layer = ColumnParallelLinear(16, 24, tp=mesh.tp, bias=True, gather_output=True, std=0.3).double()
+    initialize(layer, seed=3)
+    leaf = _input("plain").requires_grad_()
+    output = layer(leaf)
+    (output * torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape)).sum().backward()
+    weight = _whole("weight", layer.weight.grad, layer.parameter_facts["weight"], mesh)
+    return {"output": output.detach(), "input": leaf.grad, "weight": weight}
+
+
+def test_gathered_outputs_are_whole_and_send_back_their_own_gradients() -> None:
+    (expected,) = run_layout(Layout(), _gathered)
+    for got in run_layout(Layout(tp=2), _gathered):
+        for name, tensor in expected.items():
+            assert torch.allclose(got[name], tensor, rtol=1e-12), name
