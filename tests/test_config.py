@@ -110,6 +110,12 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--tp 2 --ffn 687", 2, "--tp 2 must divide --ffn 687; use --ffn 686 or 688"),
         ("--sp", 1, "--sp has no effect with --tp 1"),
         ("--schedule 2f2b", 1, "--schedule 2f2b is unknown; use gpipe or 1f1b"),
+        (
+            "--schedule zb-v",
+            1,
+            "--schedule zb-v can be drawn and simulated, but not run: "
+            "the executor does not run split backwards yet; use gpipe or 1f1b",
+        ),
         ("--pp 16", 16, "--pp 16 needs at least 16 layers, the model has 8"),
         ("--pp 2 --pipeline-layout Et*3|t*4L", 2, "--pipeline-layout"),
         (

@@ -14,34 +14,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallax.pipeline.actions import Action, Schedule
+    from parallax.pipeline.actions import Action, Pair, Schedule
     from parallax.pipeline.check import check_schedule
     from parallax.pipeline.executor import PipelineExecutor
-    from parallax.pipeline.schedules import SCHEDULES, forward_only
+    from parallax.pipeline.schedules import ALL_SCHEDULES, SCHEDULES, forward_only, make_schedule
     from parallax.pipeline.simulator import Costs, simulate
     from parallax.pipeline.transport import ActivationSpec
 
 _HOMES = {
+    "ALL_SCHEDULES": "schedules",
     "SCHEDULES": "schedules",
     "Action": "actions",
     "ActivationSpec": "transport",
     "Costs": "simulator",
+    "Pair": "actions",
     "PipelineExecutor": "executor",
     "Schedule": "actions",
     "check_schedule": "check",
     "forward_only": "schedules",
+    "make_schedule": "schedules",
     "simulate": "simulator",
 }
 
 __all__ = [
+    "ALL_SCHEDULES",
     "SCHEDULES",
     "Action",
     "ActivationSpec",
     "Costs",
+    "Pair",
     "PipelineExecutor",
     "Schedule",
     "check_schedule",
     "forward_only",
+    "make_schedule",
     "simulate",
 ]
 

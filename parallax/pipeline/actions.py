@@ -5,6 +5,9 @@
     I   the half of the backward that makes the gradient of the stage's input
     W   the other half, which makes the gradients of the stage's weights (B = I + W; Qi et al. 2024, arXiv:2401.10241)
 
+A rank does one entry of its list after the other: an action, or a pair of them, `(0F4|3B1)`, a forward and a whole
+backward of different chunks that it does at once, so that each computes while the other communicates (DualPipe).
+
 An action also names its pipe. A pipe is one way from the first stage to the last; schedules that feed micro-batches
 from both ends (DualPipe) have two pipes over the same stages, owned by different ranks. `1F3` reads: stage 1, forward,
 micro-batch 3; a pipe after the first is a letter in front, `b1F3`.
@@ -16,13 +19,15 @@ messages between ranks are derived from that in `parallax.pipeline.lower`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from parallax.errors import ConfigError
 
 KINDS = ("F", "B", "I", "W")
-_TEXT = re.compile(r"([b-z]?)(\d+)([FBIW])(\d+)")
+_TEXT = re.compile(r"([b-z]?)(\d{1,9})([FBIW])(\d{1,9})")
+_PAIR = re.compile(r"\(([^|;]*)[|;]([^|;]*)\)(?:OVERLAP_F_B)?")  # the second form is torch's: (0F4;3B1)OVERLAP_F_B
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Action:
         return cls(kind, int(stage), int(micro_batch), ord(pipe) - ord("a") if pipe else 0)
 
     @property
+    def parts(self) -> tuple[Action, ...]:
+        """The actions that this entry consists of: itself."""
+        return (self,)
+
+    @property
     def chunk(self) -> tuple[int, int, int]:
         """What the kinds of work on one micro-batch in one stage have in common: (pipe, stage, micro-batch)."""
         return self.pipe, self.stage, self.micro_batch
@@ -64,10 +74,43 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A forward and a whole backward, of different chunks of one rank, that begin together; both are over when the pair is."""
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        assert self.forward.kind == "F" and self.backward.kind == "B", repr(self)
+
+    def __str__(self) -> str:
+        return f"({self.forward}|{self.backward})"
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The two actions, forward first."""
+        return self.forward, self.backward
+
+
+Entry = Action | Pair
+
+
+def parse_entry(text: str) -> Entry:
+    """Return the action or the pair that prints as `text`; pairs are also read as torch.distributed.pipelining writes them."""
+    match = _PAIR.fullmatch(text.strip())
+    if match is None:
+        return Action.parse(text)
+    forward, backward = map(Action.parse, match.groups())
+    if (forward.kind, backward.kind) != ("F", "B"):
+        raise ConfigError(f"{text!r} is not a pair; it takes one forward and one whole backward, as in (0F4|3B1)")
+    return Pair(forward, backward)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Who does what in which order, in one step.
 
-    order: for each pipeline rank its actions, first to last.
+    order: for each pipeline rank its entries, first to last.
     owner: `owner[pipe][stage]` is the rank that holds that stage for that pipe.
     forward_only: no gradients are wanted (evaluation); otherwise each forward has its backward.
     """
@@ -76,7 +119,7 @@ class Schedule:
     num_stages: int
     num_ranks: int
     num_micro_batches: int
-    order: tuple[tuple[Action, ...], ...]
+    order: tuple[tuple[Entry, ...], ...]
     owner: tuple[tuple[int, ...], ...]
     forward_only: bool = False
 
@@ -86,8 +129,17 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[Action, tuple[int, int]]:
-        """Where each action stands: (rank, position in that rank's order)."""
-        return {action: (rank, place) for rank, row in enumerate(self.order) for place, action in enumerate(row)}
+        """Where each action stands: (rank, position in that rank's order); the two of a pair have the same place."""
+        return {
+            action: (rank, place)
+            for rank, row in enumerate(self.order)
+            for place, entry in enumerate(row)
+            for action in entry.parts
+        }
+
+    def actions_of(self, rank: int) -> Iterator[Action]:
+        """Yield the actions of `rank`, first to last, pairs taken apart."""
+        return (action for entry in self.order[rank] for action in entry.parts)
 
     def rank_of(self, action: Action) -> int:
         """Return the rank that owns the action's stage in its pipe."""
@@ -112,7 +164,7 @@ class Schedule:
 
     def last_backwards(self, rank: int) -> dict[Action, int]:
         """Return, for each stage of `rank`, the action that completes its weights' gradients: {action: stage}."""
-        last = {action.stage: action for action in self.order[rank] if action.kind in ("B", "W")}
+        last = {action.stage: action for action in self.actions_of(rank) if action.kind in ("B", "W")}
         return {action: stage for stage, action in last.items()}
 
 

@@ -1,7 +1,7 @@
 """Prove a schedule before anything starts: complete, in a possible order, free of deadlock, messages in mirrored order.
 
     table     every action on the rank that owns its stage; per stage each micro-batch once forward and once backward
-              (B, or I and W), in that order, all on one pipe
+              (B, or I and W), in that order, all on one pipe; the two of a pair do not need each other
     dry run   the table comes to its end when sends are buffered
     program   after lowering, the sends of one rank to another and the receives there come in the same order, and the
               whole comes to its end even if each send and each receive blocks until its partner arrives (rendezvous)
@@ -16,6 +16,7 @@ from typing import NoReturn
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import KINDS, Action, Schedule
 from parallax.pipeline.lower import Program, Receive, Send, Step, lower_schedule
+from parallax.pipeline.simulator import in_flight
 
 
 def check_schedule(schedule: Schedule) -> Program:
@@ -35,9 +36,16 @@ def check_program(program: Program) -> None:
     _check_rendezvous(program)
 
 
+def check_memory(schedule: Schedule, max_in_flight: int) -> None:
+    """Check that no rank ever holds the activations of more than `max_in_flight` micro-batches, counted per stage."""
+    for rank in range(schedule.num_ranks):
+        for place, held in enumerate(in_flight(schedule, rank)):
+            if held > max_in_flight:
+                _fail(schedule, rank, place, f"{held} micro-batches are then in flight, more than {max_in_flight}")
+
+
 def _fail(schedule: Schedule, rank: int, place: int, what: str) -> NoReturn:
-    action = schedule.order[rank][place]
-    raise ConfigError(f"schedule {schedule.name}, rank {rank}, position {place}, {action}: {what}")
+    raise ConfigError(f"schedule {schedule.name}, rank {rank}, position {place}, {schedule.order[rank][place]}: {what}")
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -59,7 +67,7 @@ def _check_shape(schedule: Schedule) -> None:
 def _check_actions(schedule: Schedule) -> None:
     seen: dict[Action, int] = {}
     for rank, row in enumerate(schedule.order):
-        for place, action in enumerate(row):
+        for place, action in ((place, action) for place, entry in enumerate(row) for action in entry.parts):
             if action.pipe >= len(schedule.owner):
                 _fail(schedule, rank, place, f"there are {len(schedule.owner)} pipes")
             if action.stage >= schedule.num_stages:
@@ -78,8 +86,8 @@ def _check_actions(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     """Check that each micro-batch takes one pipe, and that each of its stages does all it must and no more."""
     pipes: dict[int, int] = {}
-    for row in schedule.order:
-        for action in row:
+    for here in range(schedule.num_ranks):
+        for action in schedule.actions_of(here):
             if pipes.setdefault(action.micro_batch, action.pipe) != action.pipe:
                 rank, place = schedule.places[action]
                 _fail(
@@ -114,13 +122,15 @@ def _check_chunk(schedule: Schedule, forward: Action) -> None:
 
 
 def _check_local_order(schedule: Schedule) -> None:
-    for rank, row in enumerate(schedule.order):
-        for place, action in enumerate(row):
-            need = schedule.local_need_of(action)
-            if need is not None and schedule.places[need][1] > place:
-                _fail(
-                    schedule, rank, place, f"it needs {need}, which comes later, at position {schedule.places[need][1]}"
-                )
+    for action, (rank, place) in schedule.places.items():
+        need = schedule.local_need_of(action)
+        if need is None:
+            continue
+        other = schedule.places[need][1]
+        if other == place:
+            _fail(schedule, rank, place, f"the two are of one chunk, and {action} needs {need}")
+        if other > place:
+            _fail(schedule, rank, place, f"it needs {need}, which comes later, at position {other}")
 
 
 def _check_mirrored(program: Program) -> None:
@@ -156,8 +166,8 @@ def _check_rendezvous(program: Program) -> None:
     while awake:
         rank = awake.pop()
         while (step := current(rank)) is not None:
-            if isinstance(step, Action):
-                if step in program.inbox and step not in arrived:
+            if not isinstance(step, (Send, Receive)):
+                if any(action in program.inbox and action not in arrived for action in step.parts):
                     break
             else:
                 message = step.message

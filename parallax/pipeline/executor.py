@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallax.errors import ConfigError
 from parallax.mesh import Group, rank_of, size_of
-from parallax.pipeline.actions import Action, Schedule
+from parallax.pipeline.actions import Action, Pair, Schedule
 from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
 from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
@@ -95,10 +95,14 @@ class PipelineExecutor:
                 f"pipeline rank {self.rank} holds the stages {list(mine)} in schedule {schedule.name}, "
                 f"and was given functions for {sorted(self.stages)}"
             )
-        for action in schedule.order[self.rank]:
-            if action.kind in ("I", "W"):
+        for entry in schedule.order[self.rank]:
+            if isinstance(entry, Pair):
                 raise ConfigError(
-                    f"schedule {schedule.name} splits the backward ({action}); the executor runs whole backwards (B) only"
+                    f"schedule {schedule.name} does {entry} together; the executor runs one action after the other only"
+                )
+            if entry.kind in ("I", "W"):
+                raise ConfigError(
+                    f"schedule {schedule.name} splits the backward ({entry}); the executor runs whole backwards (B) only"
                 )
         return check_schedule(schedule)
 
@@ -131,10 +135,9 @@ class PipelineExecutor:
                 self._connected.post(step.message)
             elif isinstance(step, Send):
                 self._send(run, step.message)
-            elif step.kind == "F":
-                self._forward(run, step)
             else:
-                self._backward(run, step)
+                assert isinstance(step, Action), f"{step} was not refused"
+                self._forward(run, step) if step.kind == "F" else self._backward(run, step)
         if self._transport is not None:
             self._transport.finish()
         return [run.outputs[number] for number in sorted(run.outputs)]

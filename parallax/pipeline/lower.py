@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallax.pipeline.actions import Action, Schedule
+from parallax.pipeline.actions import Action, Entry, Schedule
 from parallax.pipeline.simulator import simulate
 
 
@@ -73,7 +73,7 @@ class Receive:
         return f"receive({self.message.producer} from rank {self.message.source})"
 
 
-Step = Action | Send | Receive
+Step = Entry | Send | Receive
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,8 @@ def lower_schedule(schedule: Schedule) -> Program:
     messages = _messages(schedule, played.ends)
     # At equal times messages come first: what leaves at t was made before t, and may be needed at t.
     rows: list[list[tuple[tuple[float, int, int], Step]]] = [
-        [((played.starts[action], 1, place), action) for place, action in enumerate(row)] for row in schedule.order
+        [((played.starts[entry.parts[0]], 1, place), entry) for place, entry in enumerate(row)]
+        for row in schedule.order
     ]
     for message in messages:
         key = (played.ends[message.producer], 0, message.index)
@@ -107,8 +108,8 @@ def lower_schedule(schedule: Schedule) -> Program:
 
 def _messages(schedule: Schedule, ends: dict[Action, float]) -> list[Message]:
     pairs = []
-    for row in schedule.order:
-        for consumer in row:
+    for rank in range(schedule.num_ranks):
+        for consumer in schedule.actions_of(rank):
             producer = schedule.input_of(consumer)
             if producer is not None and schedule.rank_of(producer) != schedule.rank_of(consumer):
                 # At equal times older micro-batches first: a late upstream rank then holds up no send behind it.
@@ -127,14 +128,18 @@ def post_early(steps: tuple[Step, ...], lookahead: int) -> tuple[Step, ...]:
     transports that match by tag; the first are posted at the start of the step.
     """
     inbox = {step.message.consumer: step for step in steps if isinstance(step, Receive)}
-    waiting = [inbox[step] for step in steps if isinstance(step, Action) and step in inbox]
+
+    def consumers(step: Step) -> list[Action]:
+        return [] if isinstance(step, (Send, Receive)) else [action for action in step.parts if action in inbox]
+
+    waiting = [inbox[action] for step in steps for action in consumers(step)]
     result: list[Step] = list(waiting[:lookahead])
     posted = len(result)
     for step in steps:
         if isinstance(step, Receive):
             continue
-        if isinstance(step, Action) and step in inbox and posted < len(waiting):
-            result.append(waiting[posted])
-            posted += 1
+        following = waiting[posted : posted + len(consumers(step))]
+        result += following
+        posted += len(following)
         result.append(step)
     return tuple(result)

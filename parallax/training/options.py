@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from parallax.flags import named
 from parallax.mesh import Layout
-from parallax.pipeline.schedules import SCHEDULES
+from parallax.pipeline.schedules import ALL_SCHEDULES, SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class ParallelOptions:
         """Return what contradicts itself here, a sentence each."""
         problems = []
         if self.schedule not in SCHEDULES:
-            problems.append(f"--schedule {self.schedule} is unknown; use {' or '.join(SCHEDULES)}")
+            record, use = ALL_SCHEDULES.get(self.schedule), f"use {' or '.join(SCHEDULES)}"
+            what = "is unknown" if record is None else f"can be drawn and simulated, but not run: {record.not_run}"
+            problems.append(f"--schedule {self.schedule} {what}; {use}")
         if self.sp and self.tp == 1:
             problems.append("--sp has no effect with --tp 1; leave it out, or use --tp 2 or more")
         return problems

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from parallax.errors import ConfigError
-from parallax.pipeline import SCHEDULES, Action, forward_only
+from parallax.pipeline import SCHEDULES, Action, Pair, forward_only
+from parallax.pipeline.actions import parse_entry
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,19 @@ from parallax.pipeline import SCHEDULES, Action, forward_only
 def test_an_action_prints_short_and_parses_back(action: Action) -> None:
     assert Action.parse(str(action)) == action
     assert len(str(action)) < 8
+
+
+def test_a_pair_prints_short_and_parses_back_also_from_torchs_form() -> None:
+    pair = Pair(Action("F", 0, 4), Action("B", 3, 1, 1))
+    assert str(pair) == "(0F4|b3B1)" and parse_entry(str(pair)) == pair
+    assert parse_entry("(0F4;3B1)OVERLAP_F_B") == Pair(Action("F", 0, 4), Action("B", 3, 1))
+    assert parse_entry("1F3") == Action("F", 1, 3)
+
+
+@pytest.mark.parametrize("text", ["(0F4|3F1)", "(3B1|0F4)", "(0F4|3I1)"])
+def test_a_pair_is_one_forward_and_one_whole_backward(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a pair; it takes one forward and one whole backward"):
+        parse_entry(text)
 
 
 @pytest.mark.parametrize("text", ["", "F1", "1X3", "1F", "a1F3", "1F3 2B0"])
@@ -53,6 +67,6 @@ def test_the_last_backward_of_each_stage_is_found_where_gradients_are_complete()
 def test_the_pure_half_does_not_import_torch() -> None:
     code = (
         "import sys, parallax.pipeline as p; p.simulate(p.SCHEDULES['1f1b'](2, 2)); p.check_schedule; "
-        "import parallax.pipeline.split; assert 'torch' not in sys.modules"
+        "import parallax.pipeline.split, parallax.pipeline.tables; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

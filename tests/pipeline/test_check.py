@@ -9,10 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.pipeline import SCHEDULES, Action, Schedule, check_schedule, forward_only
+from parallax.pipeline import (
+    ALL_SCHEDULES,
+    SCHEDULES,
+    Action,
+    Pair,
+    Schedule,
+    check_schedule,
+    forward_only,
+    make_schedule,
+)
 from parallax.pipeline.check import check_program
 from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.lower import Message, Program, Receive, Send, lower_schedule, post_early
+from parallax.pipeline.tables import parse_csv
 from tests.pipeline.in_process import executors_in_process, run_in_process
 from tests.pipeline.toy import gradients_of, make_batch, make_layers, make_stages, plain_losses_and_gradients
 
@@ -206,3 +216,113 @@ def test_random_swaps_are_proved_fine_or_rejected_as_running_them_shows(
     assert torch.tensor(outputs[-1]).tolist() == pytest.approx(losses, rel=1e-12)
     for mine, right in zip(gradients_of(layers), gradients, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-14)
+
+
+def comes_to_its_end(schedule: Schedule) -> bool:
+    """Play a table without times, known to differ from a right one by the order within ranks only."""
+    done: set = set()
+    position = [0] * schedule.num_ranks
+
+    def is_ready(rank: int) -> bool:
+        if position[rank] == len(schedule.order[rank]):
+            return False
+        for action in schedule.order[rank][position[rank]].parts:
+            kind, (pipe, stage, number) = action.kind, action.chunk
+            last = stage == schedule.num_stages - 1
+            if kind == "F" and stage > 0 and ("F", (pipe, stage - 1, number)) not in done:
+                return False
+            if kind in "BI" and ("F", action.chunk) not in done:
+                return False
+            if (
+                kind in "BI"
+                and not last
+                and not {("B", (pipe, stage + 1, number)), ("I", (pipe, stage + 1, number))} & done
+            ):
+                return False
+            if kind == "W" and ("I", action.chunk) not in done:
+                return False
+        return True
+
+    while ready := [rank for rank in range(schedule.num_ranks) if is_ready(rank)]:
+        for rank in ready:
+            done |= {(action.kind, action.chunk) for action in schedule.order[rank][position[rank]].parts}
+            position[rank] += 1
+    return all(place == len(row) for place, row in zip(position, schedule.order, strict=True))
+
+
+@given(
+    name=st.sampled_from([*ALL_SCHEDULES]),
+    seed=st.integers(0, 10**6),
+    swaps=st.integers(1, 4),
+    ranks=st.sampled_from([2, 4]),
+    more=st.integers(0, 4),
+)
+@settings(max_examples=120, deadline=None)
+def test_random_swaps_in_any_schedule_are_proved_fine_exactly_if_the_table_comes_to_its_end(
+    name: str, seed: int, swaps: int, ranks: int, more: int
+) -> None:
+    random = Random(seed)
+    schedule = make_schedule(name, ranks, 2 * ranks + 2 * more)
+    rows = [list(row) for row in schedule.order]
+    for _ in range(swaps):
+        row = random.choice(rows)
+        at = random.randrange(len(row) - 1)
+        to = min(len(row) - 1, at + random.randint(1, 4))
+        row[at], row[to] = row[to], row[at]
+    swapped = replace(schedule, order=tuple(map(tuple, rows)))
+    try:
+        check_schedule(swapped)
+    except ConfigError as error:
+        assert len(error.problems) == 1 and not comes_to_its_end(swapped)
+    else:
+        assert comes_to_its_end(swapped)
+
+
+def test_a_pair_of_one_chunk_is_refused_and_one_of_two_chunks_needs_both_inputs() -> None:
+    pair = Pair(Action("F", 1, 0), Action("B", 1, 0))
+    schedule = SCHEDULES["1f1b"](2, 1)
+    with pytest.raises(
+        ConfigError, match=r"rank 1, position 0, \(1F0\|1B0\): the two are of one chunk, and 1B0 needs 1F0"
+    ):
+        check_schedule(replace(schedule, order=(schedule.order[0], (pair,))))
+    rows = ["0F0,0F1,0B0,0B1", "1F0,(1F1|1B0),1B1"]
+    program = check_schedule(parse_csv("\n".join(rows), "paired"))
+    # Both results leave when the pair is over: the gradient of 0 cannot come before the forward of 1 is there.
+    assert [str(step) for step in program.steps[1]] == [
+        "receive(0F0 from rank 0)",
+        "1F0",
+        "receive(0F1 from rank 0)",
+        "(1F1|1B0)",
+        "send(1B0 to rank 0)",
+        "1B1",
+        "send(1B1 to rank 0)",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"rank 0, position 1: 0B0 waits for 1B0; rank 1, position 1: \(1F1\|1B0\) waits"
+    ):
+        check_schedule(parse_csv("\n".join(["0F0,0B0,0F1,0B1", rows[1]]), "paired"))
+
+
+@given(lookahead=st.integers(0, 3), name=st.sampled_from(["zb-v", "dualpipe", "dualpipev", "interleaved"]))
+@settings(max_examples=20, deadline=None)
+def test_early_receives_are_posted_for_both_of_a_pair(lookahead: int, name: str) -> None:
+    for row in lower_schedule(make_schedule(name, 4, 10)).steps:
+        early = post_early(row, lookahead)
+        assert sorted(map(str, early)) == sorted(map(str, row))
+        fed = {step.message.consumer for step in row if isinstance(step, Receive)}
+        posted: set = set()
+        for step in early:
+            if isinstance(step, Receive):
+                posted.add(step.message.consumer)
+            elif not isinstance(step, Send):
+                assert fed & set(step.parts) <= posted
+
+
+def test_the_executor_refuses_what_it_cannot_run_yet() -> None:
+    for table, words in [
+        (["0F0,0F1,0B0,0B1", "1F0,(1F1|1B0),1B1"], r"does \(1F1\|1B0\) together"),
+        (["0F0,0I0,0W0", "1F0,1B0"], "splits the backward"),
+    ]:
+        schedule = parse_csv("\n".join(table), "mine")
+        with pytest.raises(ConfigError, match=words):
+            executors_in_process(schedule, make_stages(make_layers(2), make_batch(2)))

@@ -4,22 +4,103 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.pipeline import SCHEDULES, Action, Costs, Schedule, simulate
+from parallax.pipeline import SCHEDULES, Action, Costs, Pair, Schedule, make_schedule, simulate
 
 RECORDS = json.loads((Path(__file__).parents[1] / "oracles" / "schedules.json").read_text())["records"]
 
 
-def test_every_record_of_gpipe_and_1f1b_is_met_exactly() -> None:
-    records = [record for record in RECORDS if record["schedule"] in SCHEDULES]
-    assert len(records) == 48
+NAMES = {
+    "interleaved_v2": ("interleaved", 2),
+    "interleaved_v4": ("interleaved", 4),
+    "zb_h1": ("zb-h1", None),
+    "zb_v": ("zb-v", None),
+    "dualpipe_v": ("dualpipev", None),
+}
+
+
+def made(record: dict) -> Schedule:
+    name, chunks = NAMES.get(record["schedule"], (record["schedule"], None))
+    return make_schedule(name, record["P"], record["M"], chunks)
+
+
+@pytest.mark.parametrize("name", sorted({record["schedule"] for record in RECORDS}))
+def test_every_record_is_met_exactly(name: str) -> None:
+    records = [record for record in RECORDS if record["schedule"] == name]
+    assert len(RECORDS) == 216 and len(records) in (24, 36)
     for record in records:
-        schedule = SCHEDULES[record["schedule"]](record["P"], record["M"])
-        played = simulate(schedule, Costs(record["F"], record["I"], record["W"]))
+        costs = Costs(record["F"], record["I"], record["W"], pair=record["FB"])
+        played = simulate(made(record), costs)
         assert played.makespan == record["makespan"]
         assert list(played.bubble) == record["bubble_per_rank"]
         assert list(played.peak_in_flight) == record["peak_inflight"]
+
+
+costs_in_quarters = st.builds(
+    lambda f, i, w, saved: Costs(f / 4, i / 4, w / 4, pair=(f + i + w) / 4 - saved * min(f, i + w) / 4),
+    *[st.integers(1, 12)] * 3,
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
+
+
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]), costs=costs_in_quarters, rounds=st.integers(1, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_the_bubble_of_schedules_without_pairs_is_its_closed_form(name: str, costs: Costs, rounds: int) -> None:
+    ranks = 4
+    played = simulate(make_schedule(name, ranks, ranks * rounds), costs)
+    f, i, w = costs.forward, costs.input_gradient, costs.weight_gradient
+    expected = (ranks - 1) * (f + i + (w if name != "zb-h1" else -min(f, i, w)))
+    assert played.bubble == (expected,) * ranks
+
+
+@given(
+    name=st.sampled_from(["dualpipe", "dualpipev"]),
+    middle=st.integers(1, 4),
+    more=st.integers(0, 5),
+    costs=costs_in_quarters,
+)
+@settings(max_examples=60, deadline=None)
+def test_the_bubble_of_dualpipe_is_its_closed_form_at_every_distance_from_the_middle(
+    name: str, middle: int, more: int, costs: Costs
+) -> None:
+    f, i, w, pair = costs.forward, costs.input_gradient, costs.weight_gradient, costs.pair
+    assert pair is not None
+    each_way = 2 * middle + more
+    ranks, micro_batches = (2 * middle, 2 * each_way) if name == "dualpipe" else (middle, each_way)
+    played = simulate(make_schedule(name, ranks, micro_batches), costs)
+    worst = (middle - 1) * (pair + max(f, i) - w - min(i, w)) - (i > f) * min(f, (middle - 1) * (i - f))
+
+    def pairs(hops: int) -> int:
+        return 2 * each_way - 3 * middle + hops + 1 - (hops == middle - 1)
+
+    for rank in range(ranks):
+        hops = min(rank, ranks - 1 - rank) if name == "dualpipe" else rank
+        expected = worst - (pairs(middle - 1) - pairs(hops)) * (f + i + w - pair)
+        assert played.bubble[rank] == pytest.approx(expected, abs=1e-9)
+    if f == i >= w:
+        assert max(played.bubble) == pytest.approx((middle - 1) * (pair + i + w - 3 * w), abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("interleaved", 30), ("zb-h1", 28), ("zb-v", 33), ("dualpipe", 37)])
+def test_what_a_latency_costs_the_others_does_not_grow_with_micro_batches_but_for_dualpipe(
+    name: str, extra: int
+) -> None:
+    def with_latency(latency: float) -> float:
+        return simulate(make_schedule(name, 8, 32), Costs(latency=latency)).makespan
+
+    assert with_latency(0.125) - with_latency(0) == pytest.approx(extra * 0.125)
+
+
+def test_the_size_of_a_stage_scales_its_actions_and_bounds_what_a_pair_gains() -> None:
+    costs = Costs(1, 1, 1, pair=2.5, sizes=(1, 3))
+    assert costs.of(Action("B", 1, 0)) == 6 and costs.of(Action("F", 0, 0)) == 1
+    assert costs.of(Pair(Action("F", 0, 1), Action("B", 1, 0))) == 1 + 6 - 0.5
+    assert Costs(1, 1, 1).of(Pair(Action("F", 0, 1), Action("B", 1, 0))) == 3
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (4, 12), (8, 16), (8, 64)])
