@@ -12,6 +12,9 @@ section 4.2.2, for the two with a sequence dim):
     gather_sequence      all_gather(seq)        reduce_scatter(seq)    g
     scatter_sequence     reduce_scatter(seq)    all_gather(seq)        g bar
 
+A group whose ranks share a host's memory has its collectives done there (parallax.shared_memory), complete on return; what
+`_start` functions give to wait for is then `DONE`.
+
 In-place functions end in an underscore. All are called by every member of the group, in the same order.
 """
 
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from parallax.mesh import Group, size_of
+from parallax.shared_memory import SharedMemory
 
 # torch 2.13 renamed these two; 2.9 to 2.12 know only the old names.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,9 +66,19 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return group.process_group
 
 
+def _shared_memory(group: Group, tensor: torch.Tensor) -> SharedMemory | None:
+    return group.shared_memory if tensor.device.type == "cpu" else None
+
+
 def all_reduce_start(tensor: torch.Tensor, group: Group | None, op: str = "sum") -> Pending:
     """Begin to sum (or `op="max"`, "min") `tensor` over the group in place; it may be read after `.wait()`."""
     if group is None:
+        return DONE
+    if (shared := _shared_memory(group, tensor)) is not None:
+        dense = tensor.contiguous()
+        shared.all_reduce_(dense, op)
+        if dense is not tensor:
+            tensor.detach().copy_(dense)
         return DONE
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     # A strided tensor handed to a backend has been dropped silently before (Megatron-LM pull request 5338).
@@ -83,6 +97,9 @@ def all_gather_start(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
     """Begin to gather `tensor` `[...]` of every rank into a new `[ranks, ...]`."""
     dense = tensor.contiguous()
     result = torch.empty((group.size, *dense.shape), dtype=dense.dtype, device=dense.device)
+    if (shared := _shared_memory(group, dense)) is not None:
+        shared.all_gather(dense, result)
+        return result, DONE
     work = _all_gather_flat(result.view(-1), dense.view(-1), group=_process_group(group), async_op=True)
     return result, work
 
@@ -122,6 +139,9 @@ def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[
     assert tensor.shape[dim] % group.size == 0, f"dim {dim} of {tuple(tensor.shape)} does not split over {group}"
     parts = split_ranks(tensor, group.size, dim)
     part = torch.empty_like(parts[0])
+    if (shared := _shared_memory(group, tensor)) is not None:
+        shared.reduce_scatter(parts, part)
+        return part, DONE
     if tensor.is_cuda:
         work = _reduce_scatter_flat(part.view(-1), parts.view(-1), group=_process_group(group), async_op=True)
         return part, work
@@ -145,6 +165,9 @@ def all_gather_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
     if group is None:
         return DONE
     part = whole.view(group.size, -1)[group.rank]
+    if (shared := _shared_memory(group, whole)) is not None:
+        shared.all_gather(part, whole)
+        return DONE
     # The backends do not promise to allow an input that lies inside the output.
     return _all_gather_flat(whole, part.clone(), group=_process_group(group), async_op=True)
 
@@ -153,22 +176,36 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     """Begin to sum flat `whole` over the group in place: rank r's r-th equal slice is valid after `.wait()`, no other."""
     if group is None:
         return DONE
+    part = whole.view(group.size, -1)[group.rank]
+    if (shared := _shared_memory(group, whole)) is not None:
+        shared.reduce_scatter(whole, part)
+        return DONE
     if not whole.is_cuda:
         return all_reduce_start(whole, group)  # on gloo the faster one (docs/benchmarks.md)
-    part = whole.view(group.size, -1)[group.rank]
     return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:
     """Overwrite `tensor` with that of the group's rank `source` and return it."""
-    if group is not None:
+    if group is None:
+        return tensor
+    if (shared := _shared_memory(group, tensor)) is not None:
+        dense = tensor.contiguous()
+        shared.broadcast_(dense, source)
+        if dense is not tensor:
+            tensor.detach().copy_(dense)
+    else:
         dist.broadcast(tensor, src=group.ranks[source], group=_process_group(group))
     return tensor
 
 
 def barrier(group: Group | None) -> None:
     """Return when every member has arrived."""
-    if group is not None:
+    if group is None:
+        return
+    if group.shared_memory is not None:
+        group.shared_memory.barrier()
+    else:
         dist.barrier(group=_process_group(group))
 
 

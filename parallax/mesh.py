@@ -24,11 +24,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+    from parallax.shared_memory import SharedMemory
 
 AXES = ("pp", "dp", "tp")  # slowest varying first
 
@@ -97,7 +100,8 @@ class Group:
 
     `rank` is this process's position in `ranks`. `process_group` is None in a plan made without processes; such a group
     gives sizes and positions, and refuses to communicate. `backward_process_group` is a second communicator over the
-    same ranks: the pipeline's on NCCL, where each direction needs its own.
+    same ranks: the pipeline's on NCCL, where each direction needs its own. `shared_memory` does the collectives of CPU
+    tensors where all ranks are on one host; `why_not_shared` says why it is None.
     """
 
     name: str
@@ -105,6 +109,8 @@ class Group:
     rank: int
     process_group: ProcessGroup | None = None
     backward_process_group: ProcessGroup | None = None
+    shared_memory: SharedMemory | None = None
+    why_not_shared: str | None = None
 
     @property
     def size(self) -> int:
@@ -133,6 +139,8 @@ class Mesh:
     device: torch.device
     connected: bool = False  # whether there are processes behind the groups
     groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    timeout_seconds: float = 600.0  # how long a collective waits for the other ranks
+    shared_memory: bool = True  # use it where possible; benchmarks say no
 
     def __post_init__(self) -> None:
         here = self.layout.coordinates(self.rank)
@@ -180,10 +188,22 @@ class Mesh:
             if ranks not in self.groups:
                 process_group = self._process_group(ranks) if self.connected else None
                 position = ranks.index(self.rank) if self.rank in ranks else -1
-                self.groups[ranks] = Group(name, ranks, position, process_group)
+                group = Group(name, ranks, position, process_group)
+                self.groups[ranks] = self._with_shared_memory(group)
             if self.rank in ranks:
                 mine = self.groups[ranks]
         return mine
+
+    def _with_shared_memory(self, group: Group) -> Group:
+        """Let the ranks of a gloo group that are all on this host meet in shared memory."""
+        if group.rank < 0 or group.process_group is None or not self.shared_memory or self.device.type != "cpu":
+            return group
+        from parallax.collectives import gather_json
+        from parallax.shared_memory import join
+
+        gather = partial(gather_json, group=group)
+        shared_memory, why_not = join(group.name, group.ranks, group.rank, gather, self.timeout_seconds)
+        return replace(group, shared_memory=shared_memory, why_not_shared=why_not)
 
     def _with_backward_communicator(self, mine: Group | None) -> Group | None:
         import torch.distributed as dist
@@ -210,11 +230,12 @@ def plan_mesh(layout: Layout, rank: int) -> Mesh:
 
 
 @contextmanager
-def connect(layout: Layout, timeout_seconds: float = 600.0) -> Iterator[Mesh]:
+def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bool = True) -> Iterator[Mesh]:
     """Join the launcher's other processes and yield the mesh; leave them at the end.
 
     Uses NCCL on one GPU per process where there are GPUs, gloo otherwise. Without a launcher (no WORLD_SIZE in the
-    environment, or 1) the mesh has size 1 and no process group is created.
+    environment, or 1) the mesh has size 1 and no process group is created. shared_memory: let ranks on one host do their
+    collectives there (parallax.shared_memory); without it, all go through gloo.
     """
     import torch
     import torch.distributed as dist
@@ -232,7 +253,7 @@ def connect(layout: Layout, timeout_seconds: float = 600.0) -> Iterator[Mesh]:
         yield Mesh(layout, 0, device)
         return
     if dist.is_initialized():
-        yield Mesh(layout, rank, device, connected=True)
+        yield Mesh(layout, rank, device, connected=True, timeout_seconds=timeout_seconds, shared_memory=shared_memory)
         return
     dist.init_process_group(
         "nccl" if use_gpu else "gloo",
@@ -240,6 +261,6 @@ def connect(layout: Layout, timeout_seconds: float = 600.0) -> Iterator[Mesh]:
         device_id=device if use_gpu else None,
     )
     try:
-        yield Mesh(layout, rank, device, connected=True)
+        yield Mesh(layout, rank, device, connected=True, timeout_seconds=timeout_seconds, shared_memory=shared_memory)
     finally:
         dist.destroy_process_group()

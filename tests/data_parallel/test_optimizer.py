@@ -253,8 +253,8 @@ def _tied(mesh: Mesh) -> tuple[list[float], list[float], bool]:
             toys.backward_of(parameters, {"embed_tokens": local / 2, own: torch.zeros(4, 8)})
             buckets.finish()
             if step == 0:
-                # On gloo the whole sum is on every holder.
-                sums.append(parameters[0][1].main_grad[0, 0].item())
+                if zero == 0:  # ZeRO 1 has the sum at its owner only
+                    sums.append(parameters[0][1].main_grad[0, 0].item())
                 norms.append(all_reduce_(local_squared_norm(buckets), mesh.world).sqrt().item())
             toys.poison(buckets)
             optimizer.step(1e-2)
@@ -264,7 +264,7 @@ def _tied(mesh: Mesh) -> tuple[list[float], list[float], bool]:
 
 def test_an_embedding_tied_across_stages_is_one_parameter() -> None:
     for sums, norms, equal in run_layout(Layout(pp=2, dp=2), _tied):
-        assert sums == [5.0, 5.0]
+        assert sums == [5.0]
         assert norms == [pytest.approx(5 * 32**0.5)] * 2, "counted once, not by each of its four holders"
         assert equal, "copies differ after ten steps"
 

@@ -43,7 +43,7 @@ def _rank_main(
                 world_size=layout.world_size,
                 timeout=timedelta(seconds=timeout),
             )
-        mesh = Mesh(layout, rank, torch.device("cpu"), connected=layout.world_size > 1)
+        mesh = Mesh(layout, rank, torch.device("cpu"), connected=layout.world_size > 1, timeout_seconds=timeout)
         pipe.send(("result", function(mesh, *args)))
         pipe.poll(timeout)  # tensors are handed over through this process: stay until they have been taken
         if layout.world_size > 1:
