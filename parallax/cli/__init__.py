@@ -1,0 +1,1 @@
+"""The `parallax` command: looks at schedules and checkpoints, without starting a run."""

@@ -1,0 +1,55 @@
+"""The entry point of `parallax`; each group of commands is a module that adds its parsers and names their functions.
+
+    parallax schedule show|simulate|compare ...      parallax.cli.schedule
+    parallax checkpoint verify|list ...              parallax.cli.checkpoint
+
+A command returns its exit status: 0, or 1 if what it looked at is not good. What the user did wrong is one sentence on stderr
+and status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from parallax.cli import checkpoint, schedule
+from parallax.errors import ConfigError, exit_with_problems
+
+PROGRAM = "parallax"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one sentence, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; `run` in what it parses is the command's function."""
+    parser = Parser(PROGRAM, description="Look at schedules and checkpoints.", allow_abbrev=False)
+    groups = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    schedule.add_commands(groups)
+    checkpoint.add_commands(groups)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """Run the command that `words` (by default the command line) gives, and exit with its status."""
+    try:
+        options = make_parser().parse_args(words)
+        status = options.run(options)
+        sys.stdout.flush()
+    except ConfigError as error:
+        exit_with_problems(error.problems, PROGRAM)
+    except BrokenPipeError:  # whoever read the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
