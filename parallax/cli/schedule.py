@@ -166,7 +166,8 @@ def _show(options: argparse.Namespace) -> int:
         from parallax.pipeline.draw.terminal import to_text
 
         console = Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False)
-        text = to_text(chart, console.width, colored=console.color_system is not None)
+        # With 16 colours kinds and tones would fall together; letters tell them apart.
+        text = to_text(chart, console.width, colored=console.color_system in ("256", "truecolor"))
         console.print(text, soft_wrap=True)
     return 0
 
