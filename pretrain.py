@@ -8,6 +8,8 @@ A run, from top to bottom: options, data, mesh, where to start, model and optimi
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from parallax.config import PROGRAM, PretrainConfig, changes_that_matter, parse_pretrain
@@ -21,6 +23,8 @@ from parallax.training.lr import learning_rate
 
 def main(words: Sequence[str] | None = None) -> None:
     config = parse_pretrain(words)
+    # Idle OpenMP threads that spin make a run on a busy CPU many times slower; read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if config.run.dry_run:
             from parallax.training.plan import print_plan
@@ -32,6 +36,10 @@ def main(words: Sequence[str] | None = None) -> None:
             train(config, data, mesh)
     except ConfigError as error:
         exit_with_problems(error.problems, PROGRAM)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped; the same command goes on from the newest checkpoint, if there is one", file=sys.stderr)
+        os._exit(130)  # at once: other ranks may be waiting in a collective
 
 
 def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
@@ -39,7 +47,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     from parallax.checkpoint.parts import CheckpointParts
     from parallax.objectives.next_token import NextToken
     from parallax.training.build import DTYPES, build_train_step
-    from parallax.training.checkpoints import Resume, agree, save_to
+    from parallax.training.checkpoints import Resume, agree, only_run_in, save_to
     from parallax.training.fit import Evaluation, Run, fit
     from parallax.training.flops import total_peak_flops
     from parallax.training.metrics import Metrics
@@ -64,12 +72,19 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     if data.eval is not None and config.run.eval_every:
         evaluation = Evaluation(BatchLoader(data.eval, *batch, shuffle=False), config.eval_steps)
 
-    with Metrics(config.out, mesh.rank, config.steps, state.step) as metrics:
+    with (
+        only_run_in(config.out, mesh),
+        Metrics(config.out, mesh.rank, config.steps, state.step) as metrics,
+    ):
         if mesh.rank == 0:
             config.save()
         metrics.show(config.describe())
         metrics.say(f"data           {data.description}")
         metrics.say(f"going on from  {start}" if start else "starting       from fresh weights")
+        if state.step >= config.steps:
+            metrics.say(
+                f"nothing to do  step {state.step} of {config.steps} is done; ask for more --steps, or another --out"
+            )
         fit(
             Run(
                 config.run,

@@ -28,6 +28,7 @@ from parallax.errors import ConfigError, exit_with_problems
 from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig
 from parallax.models.options import ModelOptions, resolve_model
+from parallax.models.presets import PRESETS
 from parallax.training.lr import LearningRateOptions
 from parallax.training.options import ParallelOptions, RunOptions, TrainingOptions
 from parallax.training.stages import stage_ranges
@@ -160,6 +161,9 @@ def parse_pretrain(argv: Sequence[str] | None = None) -> PretrainConfig:
         config = resolve(options, world_size_of(options))
     except ConfigError as error:
         problems += error.problems
+    except (OSError, RuntimeError) as error:
+        # Paths that the system cannot even look at: too long, a loop of links, the home of nobody.
+        problems.append(f"a path among the options cannot be used: {error}")
     if problems:
         exit_with_problems(problems, PROGRAM)
     return config
@@ -240,13 +244,17 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
 
 def _run_name(model: str) -> str:
     """Return the name of a preset, or of the folder or file that --model names."""
+    if model in PRESETS:
+        return model
     path = Path(model).expanduser().resolve()
     return path.parent.name if path.name == "config.json" else path.stem
 
 
 def _check_stages(model: DecoderConfig, layout: Layout, options: PretrainOptions) -> list[str]:
     """Return what keeps the model from being cut up in this layout."""
-    problems = model.check(layout, options.training.seq_len, options.parallel.sp)
+    problems = model.check(
+        layout, options.training.seq_len, options.parallel.sp, balanced=options.parallel.pipeline_layout is None
+    )
     if problems:
         return problems
     try:
@@ -278,7 +286,17 @@ class Difference:
     harmless: bool
 
     def __str__(self) -> str:
+        if self.name in _FINGERPRINTS:
+            return f"the {self.name} is not the same"
+        if self.name in _FOLLOWING_STEPS:
+            flag = f"--{self.name.replace('_', '-')}"
+            return f"{flag} was {_shown(self.before)} and is now {_shown(self.now)}, which follows from --steps unless given"
         return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
+
+
+# What a run's identity holds beside its options, and options whose default depends on another.
+_FINGERPRINTS = frozenset({"data", "tokenizer"})
+_FOLLOWING_STEPS = frozenset({"warmup_steps", "lr_decay_steps"})
 
 
 def _shown(value: Any) -> str:
@@ -297,7 +315,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]
                 pairs.append((name, old.get(name), new.get(name), part == "resolved" and name in HARMLESS))
     for name in dict.fromkeys([*before, *now]):
         if name not in ("model", "resolved", "options"):
-            pairs.append((f"the fingerprint of the {name}", before.get(name), now.get(name), False))
+            pairs.append((name, before.get(name), now.get(name), False))
     return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 

@@ -7,6 +7,7 @@ and the planner read this without importing it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from parallax.mesh import Layout
@@ -63,8 +64,11 @@ class DecoderConfig:
     def key_value_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
 
-    def check(self, layout: Layout, sequence_length: int, sequence_parallel: bool) -> list[str]:
-        """Return what keeps this model from running in `layout`, a sentence each."""
+    def check(self, layout: Layout, sequence_length: int, sequence_parallel: bool, balanced: bool = True) -> list[str]:
+        """Return what keeps this model from running in `layout`, a sentence each.
+
+        balanced: every stage gets at least a layer; a pipeline layout of the user's may have stages without any.
+        """
         tp = layout.tp
         problems = [
             f"--{flag} {value} must be at least 1"
@@ -91,11 +95,16 @@ class DecoderConfig:
         if tp >= 1 and heads % tp:
             problems.append(f"--tp {tp} must divide num_attention_heads={heads}; use {_divisors(heads)}")
         if tp >= 1 and kv_heads >= 1 and kv_heads % tp and tp % kv_heads:
-            problems.append(f"--tp {tp} must divide or be a multiple of num_key_value_heads={kv_heads}")
+            fitting = tuple(
+                n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+            )
+            problems.append(
+                f"--tp {tp} must divide or be a multiple of num_key_value_heads={kv_heads}; use {_join(fitting)}"
+            )
         if tp >= 1 and self.intermediate_size % tp:
             near = tuple(tp * n for n in (self.intermediate_size // tp, self.intermediate_size // tp + 1) if n)
             problems.append(f"--tp {tp} must divide --ffn {self.intermediate_size}; use --ffn {_join(near)}")
-        if layout.pp > self.num_hidden_layers:
+        if balanced and layout.pp > self.num_hidden_layers:
             problems.append(
                 f"--pp {layout.pp} needs at least {layout.pp} layers, the model has {self.num_hidden_layers}; "
                 f"use --pp {self.num_hidden_layers} or fewer, or more --layers"
@@ -113,7 +122,8 @@ class DecoderConfig:
 
 
 def _divisors(number: int) -> str:
-    return _join(tuple(n for n in range(1, number + 1) if number % n == 0)[-8:])
+    small = [n for n in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % n == 0]
+    return _join(tuple(sorted({*small, *(number // n for n in small)})[-8:]))
 
 
 def _nearest(number: int, multiple: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,10 @@ class Resume:
         start = newest if self.choice == "auto" else Path(self.choice).expanduser()
         if start is None:
             return None
+        if newest is not None and newest.name > start.name:
+            raise ConfigError(
+                f"--resume {start} would overwrite the newer checkpoints in {self.root}, up to {newest.name}; give another --out"
+            )
         try:
             stored = together(lambda: read_state(start)["training"], mesh, f"reading {start}")
         except ConfigError as error:
@@ -67,7 +74,7 @@ class Resume:
             raise ConfigError(f"{start} was not saved by pretrain.py; give --resume none or the path of one that was")
         problems = self.compare(stored["identity"], self.identity)
         if problems:
-            hint = "ask for the same, or start another run with another --out"
+            hint = "give it as it was, or another --out for a new run"
             raise ConfigError([f"{start} is of another run: {problem}; {hint}" for problem in problems])
         return start
 
@@ -90,6 +97,34 @@ class Resume:
         if mesh.rank == 0:
             print(f"parallax: {error}; going on from {older}", file=sys.stderr)
         return older
+
+
+@contextmanager
+def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
+    """Hold the run's folder for this run alone; called by all ranks.
+
+    Raises ConfigError on all of them if another run holds it, or if it cannot be made. The kernel lets go of the lock
+    however the process ends.
+    """
+
+    def hold() -> int | None:
+        if mesh.rank != 0:
+            return None
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"another run is writing to --out {out}; wait for it, or give another --out") from None
+        return lock
+
+    lock = together(hold, mesh, f"making --out {out}")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def save_to(root: Path, parts: CheckpointParts, identity: Identity, mesh: Mesh) -> Callable[[TrainState], Path]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.data.loader import BatchLoader
+from parallax.errors import ConfigError
 from parallax.training.flops import mfu
 from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
 from parallax.training.options import RunOptions
@@ -62,12 +64,15 @@ def fit(run: Run) -> None:
         values: dict[str, float] = {}
         if evaluates or _due(state.step, options.log_every) or (last and options.log_every):
             values = _measure(run, result, lr, watch)
+        saves = last or _due(state.step, options.save_every)
+        if values or saves:
+            _check_finite(run, result, lr)
         started = time.perf_counter()
         if run.evaluation is not None and evaluates:
             values["eval_loss"] = _evaluate(run.train_step, run.evaluation)
         if values:
             metrics.write(values)
-        if last or _due(state.step, options.save_every):
+        if saves:
             run.save(state)
             saved = state.step
         watch.pause(time.perf_counter() - started)
@@ -76,6 +81,16 @@ def fit(run: Run) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _check_finite(run: Run, result: StepResult, lr: float) -> None:
+    """Stop before numbers that are none are saved; all ranks see the same and stop together."""
+    loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise ConfigError(
+            f"step {run.state.step} has loss {loss} and gradient norm {grad_norm}, so training stops without saving; "
+            f"the learning rate was {lr:g}: start again from an earlier checkpoint or with a lower --lr"
+        )
 
 
 def _measure(run: Run, result: StepResult, lr: float, watch: Stopwatch) -> dict[str, float]:

@@ -20,9 +20,9 @@ from parallax.flags import named
 
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_steps; 10 to 20% is enough (Hagele et al. 2024, arXiv:2405.18392)
 DEFAULT_WARMUP_FRACTION, MAX_DEFAULT_WARMUP = 0.1, 2000
-# The best rate falls as 1 / width (Yang et al. 2022, arXiv:2203.03466); 1.28 / hidden_size is 5e-3 for the preset tiny, 3.1e-4
-# for Llama 3 8B and 7.8e-5 for 405B, which were trained with 3e-4 and 8e-5 (Llama Team 2024, arXiv:2407.21783, table 3).
-DEFAULT_LR_TIMES_HIDDEN = 1.28
+# The best rate falls as 1 / width (Yang et al. 2022, arXiv:2203.03466); 1 / hidden_size is 3.9e-3 for the preset tiny, 2.4e-4
+# for Llama 3 8B and 6.1e-5 for 405B, which were trained with 3e-4 and 8e-5 (Llama Team 2024, arXiv:2407.21783, table 3).
+DEFAULT_LR_TIMES_HIDDEN = 1.0
 DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown et al. 2020
 
 
@@ -30,7 +30,7 @@ DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown e
 class LearningRateOptions:
     """How far each step goes, and how that changes over the run."""
 
-    lr: Annotated[float | None, named("lr", metavar="FLOAT", default="1.28 / hidden size")] = None
+    lr: Annotated[float | None, named("lr", metavar="FLOAT", default="1 / hidden size")] = None
     """Learning rate after the warm-up."""
 
     lr_schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], named("lr-schedule", "lr-decay-style")] = (
@@ -43,7 +43,7 @@ class LearningRateOptions:
 
     warmup_steps: Annotated[
         int | None,
-        named("warmup-steps", "lr-warmup-iters", metavar="INT", default="a tenth of the steps, at most 2000"),
+        named("warmup-steps", "lr-warmup-iters", metavar="INT", default="a tenth of the steps, at least 10"),
     ] = None
     """Steps in which the rate rises linearly to --lr."""
 
@@ -79,7 +79,8 @@ class LearningRateOptions:
     def resolved(self, steps: int, hidden_size: int) -> LearningRateOptions:
         """Return these options with the defaults of a run of `steps` steps of a model that wide filled in."""
         decay = steps if self.lr_decay_steps is None else self.lr_decay_steps
-        warmup = min(int(DEFAULT_WARMUP_FRACTION * min(steps, decay)), MAX_DEFAULT_WARMUP)
+        # At least 10 steps, since AdamW's first moments are rough, but no more than a third of a very short run.
+        warmup = min(max(int(DEFAULT_WARMUP_FRACTION * decay), min(10, decay // 3)), MAX_DEFAULT_WARMUP)
         filled = replace(
             self,
             lr=DEFAULT_LR_TIMES_HIDDEN / hidden_size if self.lr is None else self.lr,

@@ -99,7 +99,7 @@ class Metrics:
         if not self.enabled:
             return
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps(values, allow_nan=False) + "\n")
         for name, value in values.items():
             if name != "step":
                 self.writer.add_scalar(name, value, values["step"])
