@@ -12,9 +12,12 @@ import os
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallax.mesh import Layout, Mesh
+
+if TYPE_CHECKING:
+    from benchmarks.task import Task
 
 CHECKED_STEPS = 3
 TOLERANCE = 1e-4  # relative, of the losses of these steps
@@ -72,7 +75,7 @@ class Result:
         )
 
 
-def compete(mesh: Mesh, task: Any, names: tuple[str, ...], rounds: int) -> Result:
+def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Result:
     """Build the contestants, check their losses, time them; called by every rank of the world, with the same result.
 
     Raises AssertionError if the losses of the first steps do not agree.
@@ -118,7 +121,7 @@ def _listed(numbers: list[float]) -> str:
     return " ".join(f"{number:.5f}" for number in numbers)
 
 
-def _rank_main(pipe: Any, environment: dict[str, str], comparison: Comparison, task: Any, rounds: int) -> None:
+def _rank_main(pipe: Any, environment: dict[str, str], comparison: Comparison, task: Task, rounds: int) -> None:
     os.environ.update(environment)
     import torch
 
@@ -130,7 +133,7 @@ def _rank_main(pipe: Any, environment: dict[str, str], comparison: Comparison, t
     pipe.send((result.losses, result.seconds))
 
 
-def run_comparison(comparison: Comparison, task: Any, rounds: int) -> Result:
+def run_comparison(comparison: Comparison, task: Task, rounds: int) -> Result:
     """Start the processes of a comparison, as torchrun would, and return what rank 0 measured.
 
     Raises RuntimeError if a process fails; its traceback is on stderr.

@@ -22,23 +22,31 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Running a file puts its own folder on the search path, and the checkout need not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contest import COMPARISONS, Comparison, Result, run_comparison, say
 from benchmarks.machine import describe_machine
-from benchmarks.task import Task
+
+if TYPE_CHECKING:
+    from benchmarks.task import Task
 
 
 def main() -> None:
     options = parse()
+    from benchmarks.peers import DESCRIPTIONS  # here, for these import torch, which takes seconds
+    from benchmarks.task import Task
+
     task, results = Task(), {}
     machine = describe_machine()
     say("  ".join(f"{name}: {value}" for name, value in machine.items()))
     for name in options.only:
         comparison = COMPARISONS[name]
-        say(f"\n{name}: {comparison.layout.world_size} processes, {comparison.threads} threads each")
+        say(f"\n{name}: {comparison.layout.world_size} processes of {comparison.threads} threads")
+        for contestant in comparison.contestants:
+            say(f"  {contestant}: {DESCRIPTIONS[contestant]}")
         started = time.perf_counter()
         results[name] = run_comparison(comparison, task, options.rounds)
         say(f"  {time.perf_counter() - started:.0f} seconds")

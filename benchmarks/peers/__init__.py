@@ -16,7 +16,7 @@ DESCRIPTIONS = {
     "plain loop": "a PyTorch loop over the micro-batches",
     "DDP": "DistributedDataParallel, AdamW",
     "DDP + ZeRO": "DistributedDataParallel, ZeroRedundancyOptimizer of AdamW",
-    "FSDP2": "fully_shard of each layer and the whole",
+    "FSDP2": "fully_shard, gradients reduced once a step",
     "DTensor": "parallelize_module, loss_parallel",
     "1F1B": "torch.distributed.pipelining's Schedule1F1B",
     "DTensor + 1F1B": "Schedule1F1B over stages made by parallelize_module, loss_parallel",
