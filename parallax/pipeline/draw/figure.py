@@ -63,9 +63,9 @@ def _draw_legend(figure: Any, chart: Chart) -> None:
     from matplotlib.patches import Patch
 
     used = {action.kind for row in chart.rows for block in row for action in block.parts}
-    patches = [
-        Patch(color=[part / 255 for part in color_of(kind, 0, 1)], label=f"{kind} {name}")
-        for kind, name in NAMES.items()
-        if kind in used
-    ]
+    patches = []
+    for kind, name in NAMES.items():
+        if kind in used:
+            red, green, blue = (part / 255 for part in color_of(kind, 0, 1))
+            patches.append(Patch(color=(red, green, blue), label=f"{kind} {name}"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
