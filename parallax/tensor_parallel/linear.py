@@ -206,6 +206,8 @@ class ColumnParallelLinear(nn.Module):
             "bias": sharded((out_features,), 0, tp, shards=shards, padded=padded_out_features, decays=False),
         }
         _reset(self.weight, self.bias, std)
+        if padded_out_features is not None and not self.weight.is_meta:
+            nn.init.zeros_(self.weight.detach()[self.parameter_facts["weight"].shard_rows :])
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         (output,) = column_parallel(input, [self.weight], [self.bias], self.tp, self.sequence_parallel)

@@ -53,6 +53,7 @@ class VocabParallelEmbedding(nn.Module):
         }
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=std)
+            nn.init.zeros_(self.weight.detach()[self.parameter_facts["weight"].shard_rows :])
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp is None:

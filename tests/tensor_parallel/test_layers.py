@@ -246,3 +246,10 @@ def test_gathered_outputs_are_whole_and_send_back_their_own_gradients() -> None:
     for got in run_layout(Layout(tp=2), _gathered):
         for name, tensor in expected.items():
             assert torch.allclose(got[name], tensor, rtol=1e-12), name
+
+
+def test_padding_is_zero_before_any_initialisation_by_name() -> None:
+    embedding, head = VocabParallelEmbedding(100, 16), ColumnParallelLinear(16, 100, padded_out_features=128)
+    assert (embedding.weight[100:] == 0).all() and (head.weight[100:] == 0).all()
+    assert (embedding(torch.tensor([110, 127])) == 0).all()
+    assert embedding.weight[:100].std() > 0.01 and head.weight[:100].std() > 0.01
