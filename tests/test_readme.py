@@ -55,7 +55,9 @@ def test_every_command_is_understood() -> None:
 
     lines = README.replace("\\\n", " ").splitlines()
     commands = [
-        line.split("#")[0].split("pretrain.py", 1)[1] for line in lines if re.match(r"    .*\bpretrain\.py -", line)
+        line.split("#")[0].split("pretrain.py", 1)[1]
+        for line in lines
+        if re.match(r"    (?!\$).*\bpretrain\.py -", line)
     ]
     assert len(commands) >= 8
     for command in commands:
