@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -383,3 +384,17 @@ def test_the_table_shows_what_was_resolved() -> None:
         "out runs/tiny",
     ):
         assert words in shown
+
+
+def test_every_option_is_read_by_something_besides_its_own_check() -> None:
+    from parallax.config import PretrainOptions
+    from parallax.flags import flags_of
+
+    root = Path(__file__).parents[1]
+    sources = [root / "pretrain.py", *(root / "parallax").rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    for flag in flags_of(PretrainOptions).values():
+        group, name = flag.path
+        # Read from another object than the options' own `self`, which is where checks read.
+        readers = re.findall(rf"(?<!self)\.{name}\b", text)
+        assert readers, f"--{flag.name} ({group}.{name}) is parsed and never used"
