@@ -48,10 +48,13 @@ class _Done:
 
 
 class _CopyBack:
-    """A reduction that runs on a contiguous stand-in of a strided tensor."""
+    """A reduction whose result is in a stand-in: of a strided tensor, or of a part of what is reduced."""
 
     def __init__(self, work: Any, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
         self.work, self.stand_in, self.tensor = work, stand_in, tensor
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
     def wait(self) -> None:
         self.work.wait()
@@ -123,17 +126,6 @@ def split_ranks(tensor: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     return tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 
 
-class _Scattered:
-    """A reduce_scatter made of an all_reduce, which on gloo is the faster one (docs/benchmarks.md)."""
-
-    def __init__(self, work: Any, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
-        self.work, self.whole, self.part, self.rank = work, whole, part, rank
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.part.copy_(self.whole[self.rank])
-
-
 def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[torch.Tensor, Pending]:
     """Begin to sum `tensor` over the group; return this rank's part along `dim`, valid after `.wait()`."""
     assert tensor.shape[dim] % group.size == 0, f"dim {dim} of {tuple(tensor.shape)} does not split over {group}"
@@ -142,13 +134,8 @@ def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[
     if (shared := _shared_memory(group, tensor)) is not None:
         shared.reduce_scatter(parts, part)
         return part, DONE
-    if tensor.is_cuda:
-        work = _reduce_scatter_flat(part.view(-1), parts.view(-1), group=_process_group(group), async_op=True)
-        return part, work
-    if parts.data_ptr() == tensor.data_ptr():
-        parts = parts.clone()
-    work = dist.all_reduce(parts, group=_process_group(group), async_op=True)
-    return part, _Scattered(work, parts, part, group.rank)
+    work = _reduce_scatter_flat(part.view(-1), parts.view(-1), group=_process_group(group), async_op=True)
+    return part, work
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group | None, dim: int = 0) -> torch.Tensor:
@@ -180,9 +167,11 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     if (shared := _shared_memory(group, whole)) is not None:
         shared.reduce_scatter(whole, part)
         return DONE
-    if not whole.is_cuda:
-        return all_reduce_start(whole, group)  # on gloo the faster one (docs/benchmarks.md)
-    return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
+    if whole.is_cuda:  # NCCL reduces in place; gloo does not promise to
+        return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
+    stand_in = torch.empty_like(part)
+    work = _reduce_scatter_flat(stand_in, whole, group=_process_group(group), async_op=True)
+    return _CopyBack(work, stand_in, part)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallax.dtypes import DTYPES
 from parallax.meeting import MAX_RANKS, Header, Meeting, control_bytes, why_not
 
 SLOT_BYTES = 1 << 20
@@ -42,21 +43,7 @@ _LITTLE_BYTES = 1 << 20
 _TOKEN_BYTES = 16
 _KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce_scatter", "all_gather", "broadcast", "barrier")
 _REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
@@ -216,7 +203,7 @@ def _tell(header: Header) -> str:
     if _KINDS[kind] == "barrier":
         return "barrier"
     origin = f" from the group's rank {source}" if _KINDS[kind] == "broadcast" else ""
-    return f"{_KINDS[kind]}{origin} of {elements} {str(_DTYPES[dtype]).removeprefix('torch.')}"
+    return f"{_KINDS[kind]}{origin} of {elements} {str(DTYPES[dtype]).removeprefix('torch.')}"
 
 
 def _home() -> list[str]:

@@ -26,25 +26,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from parallax.dtypes import DTYPES
 from parallax.errors import ConfigError
 from parallax.mesh import Group
 from parallax.pipeline.lower import Message
 
-# The header's code of a dtype is its place here. Appended to, never reordered.
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
 _MAX_DIMS = 8
 _HEADER_LENGTH = 2 + _MAX_DIMS  # dtype, number of dims, dims
 
@@ -201,15 +187,15 @@ def _receiving(message: Message) -> str:
 
 
 def _encode(spec: ActivationSpec, device: torch.device) -> torch.Tensor:
-    if spec.dtype not in _DTYPES or len(spec.shape) > _MAX_DIMS:
+    if spec.dtype not in DTYPES or len(spec.shape) > _MAX_DIMS:
         raise ConfigError(
             f"a stage returned {list(spec.shape)} {spec.dtype}; stages can hand on tensors of at most {_MAX_DIMS} "
-            f"dims of {', '.join(str(dtype) for dtype in _DTYPES)}"
+            f"dims of {', '.join(str(dtype) for dtype in DTYPES)}"
         )
-    numbers = [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+    numbers = [DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
     return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=device)
 
 
 def _decode(header: torch.Tensor) -> ActivationSpec:
     dtype, dims, *shape = header.tolist()
-    return ActivationSpec(tuple(shape[:dims]), _DTYPES[dtype])
+    return ActivationSpec(tuple(shape[:dims]), DTYPES[dtype])
