@@ -48,13 +48,10 @@ class _Done:
 
 
 class _CopyBack:
-    """A reduction whose result is in a stand-in: of a strided tensor, or of a part of what is reduced."""
+    """A reduction that runs on a contiguous stand-in of a strided tensor."""
 
     def __init__(self, work: Any, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
         self.work, self.stand_in, self.tensor = work, stand_in, tensor
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
 
     def wait(self) -> None:
         self.work.wait()
@@ -167,11 +164,11 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     if (shared := _shared_memory(group, whole)) is not None:
         shared.reduce_scatter(whole, part)
         return DONE
-    if whole.is_cuda:  # NCCL reduces in place; gloo does not promise to
-        return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
-    stand_in = torch.empty_like(part)
-    work = _reduce_scatter_flat(stand_in, whole, group=_process_group(group), async_op=True)
-    return _CopyBack(work, stand_in, part)
+    if not whole.is_cuda:
+        # gloo's own reduce_scatter is an all_reduce of a copy, of which a part is copied out when it is waited for; its
+        # handle does not tell before that whether it is done.
+        return all_reduce_start(whole, group)
+    return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:
