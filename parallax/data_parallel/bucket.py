@@ -1,7 +1,7 @@
 """Flat buckets of parameters and gradients, reduced while backward runs.
 
     zero_grad()                 open a step: main gradients are zero
-    expect_last_backward()      the backward that comes next adds the last contributions
+    expect_last_backward()      the backward that comes next is the last of a stage
       ... backward ...          a bucket that is complete starts its reduction, once all earlier ones have
     finish()                    start what is left (unused parameters, tied embeddings) and wait
       ... optimizer ...         updates the main parameters of the slices kept here
@@ -16,7 +16,8 @@ Reductions are started in one order on all members of a group (`plan_buckets` sa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -76,7 +77,7 @@ class Bucket:
         self.main_grad.zero_()
         self.missing = len(self.sinks)
         for sink in self.sinks:
-            sink.closed = sink.last_backward = False
+            sink.open()
 
     def start_reduction(self) -> None:
         """Begin to sum the gradient over the holders; what does not lie in `kept` is undefined afterwards."""
@@ -114,6 +115,7 @@ class GradientBuckets:
         left alone. Their values must be there: each becomes a view of a flat copy, and gets the attributes
         `main_grad` (fp32, its shape) and `gradient_sink`.
     zero: 0 or 1. bucket_elements: see `plan_buckets`.
+    stages: where this rank has several pipeline stages, the parameters that each of them uses.
 
     Made by every rank of the mesh at the same time, since the groups of holders are created here.
     """
@@ -125,9 +127,12 @@ class GradientBuckets:
         *,
         zero: int = 1,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
+        stages: Mapping[int, Iterable[nn.Parameter]] | None = None,
     ) -> None:
         assert zero in (0, 1), zero
         self.zero, self.device = zero, mesh.device
+        self._stages = {stage: list(used) for stage, used in (stages or {}).items()}
+        self._uses = Counter(parameter for used in self._stages.values() for parameter in used)
         trained = {name: (parameter, facts) for name, parameter, facts in parameters if parameter.requires_grad}
         groups = mesh.holders({facts.replicas for _, facts in trained.values()})
         sizes = [
@@ -149,7 +154,9 @@ class GradientBuckets:
     def _add_sinks(self, bucket: Bucket, members: list[nn.Parameter]) -> None:
         for place, parameter in zip(bucket.plan.places, members, strict=True):
             main_grad = bucket.main_grad[place.offset : place.stop].view(parameter.shape)
-            sink = GradientSink(place.name, parameter, main_grad, partial(self._complete, bucket))
+            sink = GradientSink(
+                place.name, parameter, main_grad, partial(self._complete, bucket), self._uses.get(parameter, 1)
+            )
             vars(parameter).update(main_grad=main_grad, gradient_sink=sink)
             bucket.sinks.append(sink)
             self._sinks[parameter] = sink
@@ -174,12 +181,9 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.open()
 
-    def expect_last_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Say that the next backward through `parameters` (all, if None) adds their last contributions of this step.
-
-        A rank with several stages says it for each stage's parameters, right before that stage's last backward.
-        """
-        for parameter in self._sinks if parameters is None else parameters:
+    def expect_last_backward(self, stage: int | None = None) -> None:
+        """Say that the next backward is the last of this step through `stage`; None: through everything."""
+        for parameter in self._sinks if stage is None or not self._stages else self._stages[stage]:
             if parameter.requires_grad:
                 self._sinks[parameter].last_backward = True
 

@@ -163,8 +163,8 @@ class Schedule:
         return {"F": None, "B": action.at("F"), "I": action.at("F"), "W": action.at("I")}[action.kind]
 
     def last_backwards(self, rank: int) -> dict[Action, int]:
-        """Return, for each stage of `rank`, the action that completes its weights' gradients: {action: stage}."""
-        last = {action.stage: action for action in self.actions_of(rank) if action.kind in ("B", "W")}
+        """Return the last run of autograd backward through each stage of `rank`, a B or an I: {action: stage}."""
+        last = {action.stage: action for action in self.actions_of(rank) if action.kind in ("B", "I")}
         return {action: stage for stage, action in last.items()}
 
 
@@ -175,12 +175,3 @@ def one_stage_per_rank(
     order = tuple(tuple(Action(kind, stage, number) for kind, number in row) for stage, row in enumerate(rows))
     stages = len(rows)
     return Schedule(name, stages, stages, num_micro_batches, order, (tuple(range(stages)),), forward_only)
-
-
-def check_sizes(name: str, num_stages: int, num_micro_batches: int) -> None:
-    """Raise ConfigError unless both are at least 1."""
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ConfigError(
-            f"schedule {name} needs at least 1 stage (--pp) and 1 micro-batch per step "
-            f"(--global-batch / (--micro-batch * dp)); got {num_stages} and {num_micro_batches}"
-        )

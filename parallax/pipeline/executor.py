@@ -1,11 +1,16 @@
 """Run any checked schedule on this rank's stages; it knows no schedule by name and no model.
 
     executor = PipelineExecutor(SCHEDULES["1f1b"](mesh.layout.pp, 8), mesh.pp, {mesh.pp_rank: stage}, spec)
-    losses = executor.run()          # on the rank of the last stage; [] elsewhere
+    losses = executor.run()          # on ranks that hold the last stage; [] elsewhere
 
 A stage is a function (input or None, micro_batch) -> output. The first gets None and finds its own input by the
 micro-batch's number; the last returns, in training, the scalar to run backward on, scaled as the caller wants it. One
 process with one stage runs the same loop: gradient accumulation.
+
+A split backward (I, then W) puts off what the stage's parallel layers hand to `weights`, the queue that their sinks were
+attached to (parallax.tensor_parallel.weight_gradients); all else is computed in I. A pair takes its forward and its backward in
+turn, segment by segment, if the stage has a method `segments(micro_batch)` (parallax.pipeline.segments); otherwise one
+after the other.
 
 What a rank keeps of a forward is its input and the edge of the autograd graph at its output. The output itself is gone
 as soon as it has been sent, unless the stage's own backward needs it.
@@ -13,29 +18,26 @@ as soon as it has been sent, unless the stage's own backward needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallax.errors import ConfigError
 from parallax.mesh import Group, rank_of, size_of
 from parallax.pipeline.actions import Action, Pair, Schedule
 from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
+from parallax.pipeline.segments import Segment, Steps, Trace, alone, backward_steps, forward_steps, in_turn
 from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
+from parallax.tensor_parallel.weight_gradients import WeightQueue
 
 Stage = Callable[[torch.Tensor | None, int], torch.Tensor]
 
-
-@dataclass
-class _Forwarded:
-    """What backward needs: the stage's input, and where its graph is entered (the loss itself on the last stage)."""
-
-    input: torch.Tensor | None
-    root: torch.Tensor | GradientEdge | None
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,9 +47,19 @@ class _Run:
     program: Program
     last_backwards: dict[Action, int]
     before_last_backward: Callable[[int], None] | None
+    cut: bool  # whether chunks are cut into segments
     results: dict[Action, torch.Tensor | None] = field(default_factory=dict)  # until sent, or used by a stage here
-    forwarded: dict[tuple[int, int, int], _Forwarded] = field(default_factory=dict)
+    forwarded: dict[tuple[int, int, int], Trace] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A stage that can be cut where it communicates."""
+
+    def __call__(self, tensor: torch.Tensor | None, micro_batch: int, /) -> torch.Tensor: ...
+
+    def segments(self, micro_batch: int, /) -> Sequence[Segment]: ...
 
 
 class PipelineExecutor:
@@ -57,6 +69,7 @@ class PipelineExecutor:
     pp: the pipeline's ranks; None when this process holds all stages.
     stages: for each stage of this rank, its function.
     spec: shape and dtype of what stages hand on; None: the first step finds out, and is slower for it.
+    weights: where the stages' layers put off their weights' gradients; needed by schedules with W.
     lookahead: how many receives are posted beyond the one that is waited for.
 
     `peak_in_flight` is the most micro-batches of one stage each whose activations were held at once in the last run.
@@ -70,9 +83,12 @@ class PipelineExecutor:
         spec: ActivationSpec | None = None,
         device: torch.device | str = "cpu",
         *,
+        weights: WeightQueue | None = None,
         transport: Transport | None = None,
         lookahead: int = 2,
     ) -> None:
+        self.weights = weights or WeightQueue()
+        self._said_empty: set[int] = set()
         self.rank, self.num_ranks, self.stages, self.lookahead = rank_of(pp), size_of(pp), dict(stages), lookahead
         self.peak_in_flight = 0
         self._in_flight = 0
@@ -95,15 +111,6 @@ class PipelineExecutor:
                 f"pipeline rank {self.rank} holds the stages {list(mine)} in schedule {schedule.name}, "
                 f"and was given functions for {sorted(self.stages)}"
             )
-        for entry in schedule.order[self.rank]:
-            if isinstance(entry, Pair):
-                raise ConfigError(
-                    f"schedule {schedule.name} does {entry} together; the executor runs one action after the other only"
-                )
-            if entry.kind in ("I", "W"):
-                raise ConfigError(
-                    f"schedule {schedule.name} splits the backward ({entry}); the executor runs whole backwards (B) only"
-                )
         return check_schedule(schedule)
 
     def run(
@@ -127,17 +134,31 @@ class PipelineExecutor:
     ) -> Generator[Step, None, list[torch.Tensor]]:
         """Do the same step by step: yields each step just before it is done."""
         program = program or self.program
-        run = _Run(program, program.schedule.last_backwards(self.rank), before_last_backward)
+        order = program.schedule.order[self.rank]
+        run = _Run(
+            program,
+            program.schedule.last_backwards(self.rank),
+            before_last_backward,
+            cut=any(isinstance(entry, Pair) for entry in order),
+        )
         self._in_flight = self.peak_in_flight = 0
+        self.weights.clear()
         for step in self._steps(program):
             yield step
             if isinstance(step, Receive):
                 self._connected.post(step.message)
             elif isinstance(step, Send):
                 self._send(run, step.message)
+            elif isinstance(step, Pair):
+                forward = self._forward(run, step.forward, self._input(run, step.forward))
+                backward = self._backward(run, step.backward, self._input(run, step.backward))
+                in_turn(forward, backward)
+            elif step.kind == "W":
+                self._weights(step)
+            elif step.kind == "F":
+                alone(self._forward(run, step, self._input(run, step)))
             else:
-                assert isinstance(step, Action), f"{step} was not refused"
-                self._forward(run, step) if step.kind == "F" else self._backward(run, step)
+                alone(self._backward(run, step, self._input(run, step)))
         if self._transport is not None:
             self._transport.finish()
         return [run.outputs[number] for number in sorted(run.outputs)]
@@ -170,48 +191,57 @@ class PipelineExecutor:
         source = run.program.schedule.input_of(action)
         return None if source is None else run.results.pop(source)
 
-    def _forward(self, run: _Run, action: Action) -> None:
+    def _segments(self, run: _Run, action: Action) -> Sequence[Segment]:
+        stage = self.stages[action.stage]
+        if run.cut and isinstance(stage, Cuttable):
+            return stage.segments(action.micro_batch)
+
+        def whole(tensor: torch.Tensor | None) -> tuple[torch.Tensor]:
+            output = stage(tensor, action.micro_batch)
+            if not isinstance(output, torch.Tensor):
+                raise ConfigError(f"stage {action.stage} must return one tensor, not {type(output).__name__}")
+            return (output,)
+
+        return [Segment(whole)]
+
+    def _forward(self, run: _Run, action: Action, tensor: torch.Tensor | None) -> Steps[None]:
         schedule = run.program.schedule
         self._in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
-        tensor = self._input(run, action)
-        if tensor is not None and not schedule.forward_only and _has_gradient(tensor):
-            tensor.requires_grad_()
-        output = self.stages[action.stage](tensor, action.micro_batch)
-        if not isinstance(output, torch.Tensor):
-            raise ConfigError(f"stage {action.stage} must return one tensor, not {type(output).__name__}")
         is_last = action.stage == schedule.num_stages - 1
+        train = not schedule.forward_only
+        segments = self._segments(run, action)
+        output, trace = yield from forward_steps(segments, tensor, train, keep_output=is_last)
         if is_last:
-            run.outputs[action.micro_batch] = output.detach()
+            if train and output.numel() != 1:
+                raise ConfigError(
+                    "the last stage must return the scalar loss to run backward on, not a tensor of shape "
+                    f"{list(output.shape)}"
+                )
+            run.outputs[action.micro_batch] = output
         else:
-            run.results[action] = output.detach()
-        if schedule.forward_only:
+            run.results[action] = output
+        if trace is None:
             self._in_flight -= 1
-            return
-        if is_last and output.numel() != 1:
-            raise ConfigError(
-                f"the last stage must return the scalar loss to run backward on, not a tensor of shape {list(output.shape)}"
-            )
-        root = output if is_last else get_gradient_edge(output) if output.requires_grad else None
-        run.forwarded[action.chunk] = _Forwarded(tensor, root)
+        else:
+            run.forwarded[action.chunk] = trace
 
-    def _backward(self, run: _Run, action: Action) -> None:
-        forwarded = run.forwarded.pop(action.chunk)
-        gradient = self._input(run, action)
+    def _backward(self, run: _Run, action: Action, gradient: torch.Tensor | None) -> Steps[None]:
+        trace = run.forwarded.pop(action.chunk)
         if action in run.last_backwards and run.before_last_backward is not None:
             run.before_last_backward(run.last_backwards[action])
-        if forwarded.root is not None:  # None: nothing in this stage or before it is trained
-            torch.autograd.backward(forwarded.root, gradient)
-        tensor = forwarded.input
+        result = yield from backward_steps(trace, gradient, self.weights, action.chunk, split=action.kind == "I")
         if action.stage > 0:
-            run.results[action] = None if tensor is None or not tensor.requires_grad else _gradient_of(tensor)
+            run.results[action] = result
         self._in_flight -= 1
 
-
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _gradient_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a stage's input; zeros if its output did not depend on it, since the sender waits for it."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    def _weights(self, action: Action) -> None:
+        """Compute the weights' gradients that the chunk's I put off."""
+        if not self.weights.run(action.chunk) and action.stage not in self._said_empty:
+            self._said_empty.add(action.stage)
+            _log.warning(
+                "pipeline rank %d: W of stage %d has nothing to do, so its I takes as long as a whole backward: none of its "
+                "layers puts off its weights' gradients, as the parallel layers do once attach_queue() has been called",
+                self.rank,
+                action.stage,
+            )

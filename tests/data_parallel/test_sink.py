@@ -99,14 +99,15 @@ def test_buckets_start_in_the_order_of_the_plan_whatever_order_they_are_complete
 
 def test_each_stage_of_a_rank_announces_its_own_last_backward() -> None:
     parameters = toys.given({"stage0": torch.ones(16), "stage2": torch.ones(16)})
-    buckets = GradientBuckets(parameters, toys.alone(), bucket_elements=16)
+    stages = {0: [parameters[0][1]], 2: [parameters[1][1]]}
+    buckets = GradientBuckets(parameters, toys.alone(), bucket_elements=16, stages=stages)
     log: list = []
     record_starts(buckets, log)
-    buckets.expect_last_backward([parameters[1][1]])
+    buckets.expect_last_backward(2)
     toys.backward_of(parameters, {"stage0": torch.ones(16)})
     toys.backward_of(parameters, {"stage2": torch.ones(16)})
     assert [names for names, _ in log] == [["stage2"]]
-    buckets.expect_last_backward([parameters[0][1]])
+    buckets.expect_last_backward(0)
     toys.backward_of(parameters, {"stage0": torch.ones(16)})
     assert [(names, gradient.tolist()) for names, gradient in log[1:]] == [(["stage0"], [2.0] * 16)]
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from parallax.mesh import Group
-from parallax.pipeline.actions import Action, Schedule
+from parallax.pipeline.actions import Action, Pair, Schedule
 from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.lower import Message, Program
+from parallax.tensor_parallel.weight_gradients import WeightQueue
 
 
 class Mailbox:
@@ -48,8 +49,10 @@ class Mailbox:
         pass
 
 
-def executors_in_process(schedule: Schedule, stages: dict[int, Callable]) -> list[PipelineExecutor]:
-    """Return an executor for each rank of `schedule`, connected by a mailbox."""
+def executors_in_process(
+    schedule: Schedule, stages: dict[int, Callable], weights: list[WeightQueue] | None = None
+) -> list[PipelineExecutor]:
+    """Return an executor for each rank of `schedule`, connected by a mailbox. weights: their queues."""
     mailbox = Mailbox()
     ranks = tuple(range(schedule.num_ranks))
     return [
@@ -58,6 +61,7 @@ def executors_in_process(schedule: Schedule, stages: dict[int, Callable]) -> lis
             Group("pp", ranks, rank) if schedule.num_ranks > 1 else None,
             {stage: stages[stage] for stage in schedule.stages_of(rank)},
             transport=mailbox,
+            weights=None if weights is None else weights[rank],
         )
         for rank in ranks
     ]
@@ -80,7 +84,8 @@ def run_in_process(
 
     def would_wait(rank: int) -> bool:
         step = current[rank]
-        return isinstance(step, Action) and step in program.inbox and not mailbox.is_there(program.inbox[step])
+        parts = step.parts if isinstance(step, Action | Pair) else ()
+        return any(part in program.inbox and not mailbox.is_there(program.inbox[part]) for part in parts)
 
     while ready := [rank for rank in current if not would_wait(rank)]:
         rank = random.choice(ready)

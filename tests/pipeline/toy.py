@@ -8,16 +8,22 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from parallax.tensor_parallel.linear import ColumnParallelLinear
+
 HIDDEN = 6
 ROWS = 3
 
 
-def make_layers(num_stages: int) -> list[nn.Module]:
-    """Return one layer per stage; the same on every process."""
+def make_layers(num_stages: int, parallel: bool = False) -> list[nn.Module]:
+    """Return one layer per stage; the same on every process.
+
+    parallel: ours, which can put off the gradients of their weights; otherwise torch's.
+    """
     generator = torch.Generator().manual_seed(1)
     layers: list[nn.Module] = []
     for _ in range(num_stages):
-        layer = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        layer = ColumnParallelLinear(HIDDEN, HIDDEN, bias=True) if parallel else nn.Linear(HIDDEN, HIDDEN)
+        layer = layer.double()
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)

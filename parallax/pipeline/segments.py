@@ -1,0 +1,176 @@
+"""A stage as segments with communication between them, run by generators, so that two chunks can take turns.
+
+    input -> compute -> (communicate) -> compute -> (communicate) -> compute -> output
+
+A segment computes on this rank alone; what comes between two segments is a collective of the forward, one of the backward, or
+both. The generators yield each time a collective has been started: whoever drives them does the other chunk's next segment
+meanwhile. That is how a pair of a forward and a backward hides the communication of both, in one thread, with NCCL and with
+gloo alike (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, cuts layers up like this for its pairs).
+
+Each segment has its own small autograd graph, entered at detached inputs. A stage that cannot be cut is a single segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parallax.collectives import Pending
+from parallax.tensor_parallel.weight_gradients import WeightQueue
+
+Tensors = tuple[torch.Tensor, ...]
+Communicate = Callable[[torch.Tensor], tuple[torch.Tensor, Pending]]
+Result = TypeVar("Result")
+Other = TypeVar("Other")
+Steps = Generator[Pending, None, Result]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Computing, and what is communicated after it.
+
+    compute: tensors to tensors; the first segment's get the stage's input (None on the first stage), the last one's
+        return the stage's output alone.
+    forward: starts to communicate the first of the results, and gives what takes its place and what to wait for.
+    backward: the same for the gradient of what `forward` gave; its result is the gradient of the first result.
+    """
+
+    compute: Callable[..., Tensors]
+    forward: Communicate | None = None
+    backward: Communicate | None = None
+
+
+@dataclass
+class Trace:
+    """What a forward leaves for the backward: each segment's inputs, and where its graph is entered."""
+
+    segments: Sequence[Segment]
+    inputs: list[tuple[torch.Tensor | None, ...]]
+    roots: list[tuple[torch.Tensor | GradientEdge | None, ...]]
+
+    @property
+    def input(self) -> torch.Tensor | None:
+        """The input of the stage."""
+        return self.inputs[0][0]
+
+
+def forward_steps(
+    segments: Sequence[Segment], input: torch.Tensor | None, train: bool, keep_output: bool
+) -> Steps[tuple[torch.Tensor, Trace | None]]:
+    """Run the segments; return the detached output and, if `train`, the trace.
+
+    keep_output: whether the output itself is needed to enter its graph, as a loss is. The others may be freed before.
+    """
+    trace = Trace(segments, [], [])
+    tensors: tuple[torch.Tensor | None, ...] = (input,)
+    for place, segment in enumerate(segments):
+        if train:
+            for tensor in tensors:
+                if tensor is not None and has_gradient(tensor):
+                    tensor.requires_grad_()
+        outputs = segment.compute(*tensors)
+        last = place == len(segments) - 1
+        if train:
+            trace.inputs.append(tensors)
+            trace.roots.append(outputs if last and keep_output else tuple(map(_entry, outputs)))
+        tensors = tuple(output.detach() for output in outputs)
+        del outputs
+        if segment.forward is not None:
+            first, pending = segment.forward(tensors[0])
+            yield pending
+            pending.wait()
+            tensors = (first, *tensors[1:])
+    (output,) = tensors
+    assert output is not None
+    return output, trace if train else None
+
+
+def backward_steps(
+    trace: Trace, gradient: torch.Tensor | None, queue: WeightQueue, chunk: Hashable, split: bool
+) -> Steps[torch.Tensor | None]:
+    """Run backward through a trace, which is used up; return the gradient of the stage's input, None if it has none.
+
+    split: leave the weights' products in the queue under `chunk`. Otherwise they are computed here: at once where nothing is
+    communicated, and behind the communication that was just started where something is.
+    """
+    gradients: tuple[torch.Tensor | None, ...] = (gradient,)
+    defers = split or len(trace.segments) > 1
+    for segment in reversed(trace.segments):
+        pending = None
+        if segment.backward is not None and gradients[0] is not None:
+            first, pending = segment.backward(gradients[0])
+            gradients = (first, *gradients[1:])
+        if not split:
+            queue.run(chunk)
+        if pending is not None:
+            yield pending
+            pending.wait()
+        roots, inputs = trace.roots.pop(), trace.inputs.pop()
+        if defers:
+            with queue.deferring(chunk):
+                _backward(roots, gradients)
+        else:
+            _backward(roots, gradients)
+        gradients = tuple(None if tensor is None else _gradient(tensor) for tensor in inputs)
+        del roots, inputs
+    if not split:
+        queue.run(chunk)
+    return gradients[0]
+
+
+def alone(steps: Steps[Result]) -> Result:
+    """Run a generator to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def in_turn(first: Steps[Result], second: Steps[Other]) -> tuple[Result, Other]:
+    """Run two generators to their ends, a segment of each in turn.
+
+    The order does not depend on what is done when: all ranks of a group start their collectives in the same one.
+    """
+    results: dict[int, Any] = {}
+    running: list[tuple[int, Steps[Any]]] = [(0, first), (1, second)]
+    while running:
+        for entry in tuple(running):
+            try:
+                next(entry[1])
+            except StopIteration as end:
+                results[entry[0]] = end.value
+                running.remove(entry)
+    return results[0], results[1]
+
+
+def has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether tensors of its type have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _entry(output: torch.Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None
+
+
+def _backward(roots: Sequence[torch.Tensor | GradientEdge | None], gradients: Sequence[torch.Tensor | None]) -> None:
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if root is not None
+        and (not isinstance(root, torch.Tensor) or root.requires_grad)
+        and (gradient is not None or isinstance(root, torch.Tensor))
+    ]
+    if pairs:  # none: nothing in this stage or before it is trained
+        torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a leaf's gradient; zeros if nothing depended on it, since the stage before waits for one."""
+    if not tensor.requires_grad:
+        return None
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
