@@ -51,14 +51,17 @@ def test_compare_takes_the_same_model_on_the_same_ranks(capsys: pytest.CaptureFi
     _, out, _ = run(capsys, "schedule compare --stages 8 --micro-batches 32 --cost F=1,I=1,W=1,FB=2.5 --json")
     makespans = [(result["schedule"], result["stages"] // 8, result["makespan"]) for result in json.loads(out)]
     assert makespans == [
+        ("interleaved-paired", 4, 88.375),
         ("dualpipe", 1, 89),
         ("dualpipev", 2, 89.5),
+        ("interleaved-paired", 2, 92.75),
         ("zb-v", 2, 99.5),
         ("interleaved", 4, 101.25),
         ("zb-h1", 1, 103),
         ("interleaved", 2, 106.5),
         ("gpipe", 1, 117),
         ("1f1b", 1, 117),
+        ("1f1b-eager", 1, 117),
     ]
     weights = {result["schedule"]: result["weights"] for result in json.loads(out)}
     assert weights.pop("dualpipe") == 2 and set(weights.values()) == {1}

@@ -316,13 +316,3 @@ def test_early_receives_are_posted_for_both_of_a_pair(lookahead: int, name: str)
                 posted.add(step.message.consumer)
             elif not isinstance(step, Send):
                 assert fed & set(step.parts) <= posted
-
-
-def test_the_executor_refuses_what_it_cannot_run_yet() -> None:
-    for table, words in [
-        (["0F0,0F1,0B0,0B1", "1F0,(1F1|1B0),1B1"], r"does \(1F1\|1B0\) together"),
-        (["0F0,0I0,0W0", "1F0,1B0"], "splits the backward"),
-    ]:
-        schedule = parse_csv("\n".join(table), "mine")
-        with pytest.raises(ConfigError, match=words):
-            executors_in_process(schedule, make_stages(make_layers(2), make_batch(2)))

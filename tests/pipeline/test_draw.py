@@ -28,7 +28,7 @@ def test_a_chart_holds_what_the_simulation_says(name: str) -> None:
         assert drawn.idle(rank) * drawn.end == pytest.approx(played.bubble[rank])
         assert all(before.end <= after.start for before, after in pairwise(row))
         assert drawn.in_flight[rank][-1][1] == 0
-    assert drawn.num_tones == (1 if name in ("gpipe", "1f1b", "zb-h1") else 2)
+    assert drawn.num_tones == (1 if name in ("gpipe", "1f1b", "1f1b-eager", "zb-h1") else 2)
 
 
 def test_the_directions_of_dualpipe_have_different_tones() -> None:

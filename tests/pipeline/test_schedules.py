@@ -1,11 +1,14 @@
 """The schedules beyond gpipe and 1f1b: against torch's tables, the papers' properties, and every size they allow."""
 
+import sys
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.pipeline import ALL_SCHEDULES, SCHEDULES, Schedule, check_schedule, make_schedule, simulate
+from parallax.pipeline import ALL_SCHEDULES, SCHEDULES, Costs, Schedule, check_schedule, make_schedule, simulate
 from parallax.pipeline.check import check_memory
 from tests.pipeline.torch_lists import rows_of, texts_of
 
@@ -107,7 +110,7 @@ def test_interleaved_looks_as_its_module_says() -> None:
 
 
 @given(
-    name=st.sampled_from(["interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipev"]),
+    name=st.sampled_from([*ALL_SCHEDULES]),
     ranks=st.integers(1, 6),
     micro_batches=st.integers(1, 14),
     chunks=st.integers(2, 4),
@@ -117,7 +120,7 @@ def test_every_size_is_proved_right_or_refused_with_sizes_that_work(
     name: str, ranks: int, micro_batches: int, chunks: int
 ) -> None:
     try:
-        schedule = make_schedule(name, ranks, micro_batches, chunks if name == "interleaved" else None)
+        schedule = make_schedule(name, ranks, micro_batches, chunks if ALL_SCHEDULES[name].takes_chunks else None)
     except ConfigError as error:
         words = str(error).split("; use ")[1].replace(",", "").split()
         sizes = [int(word) for word in words if word.isdigit()]
@@ -143,7 +146,7 @@ def test_every_size_is_proved_right_or_refused_with_sizes_that_work(
         (("dualpipev", 4, 7), "; use 8, or 1f1b"),
         (("interleaved", 4, 8, 1), "at least 2 stages on each rank"),
         (("zb-v", 4, 8, 2), "leave out --chunks"),
-        (("zb-h2", 4, 8), "is unknown; use gpipe, 1f1b, interleaved"),
+        (("zb-h2", 4, 8), "is unknown; use gpipe, 1f1b, 1f1b-eager, interleaved"),
         (("zb-v", 0, 8), "at least 1 stage"),
     ],
 )
@@ -157,3 +160,80 @@ def test_sizes_and_names_that_do_not_exist_are_refused_with_the_nearest_that_do(
 def test_what_a_run_can_use_is_what_the_registry_says_it_can() -> None:
     assert {name for name, record in ALL_SCHEDULES.items() if not record.not_run} == set(SCHEDULES)
     assert all(ALL_SCHEDULES[name].make is make for name, make in SCHEDULES.items())
+
+
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+def test_what_a_record_says_without_a_table_is_so_in_the_table(name: str) -> None:
+    record = ALL_SCHEDULES[name]
+    for ranks in (2, 4):
+        least = record.constraints.least_micro_batches(ranks)
+        with pytest.raises(ConfigError):
+            make_schedule(name, ranks, least - 1)
+        for micro_batches in (least + 6, least + 6 + record.constraints.micro_batches_multiple):
+            schedule = make_schedule(name, ranks, micro_batches)
+            assert schedule.num_stages == record.constraints.num_stages(ranks)
+            entries = [entry for row in schedule.order for entry in row]
+            assert record.splits_backward == any(part.kind == "I" for entry in entries for part in entry.parts)
+            assert record.pairs == any(len(entry.parts) == 2 for entry in entries)
+            assert record.holds_twice == (len(schedule.owner) == 2)
+        if record.takes_chunks:
+            assert (
+                make_schedule(name, ranks, least, 3).num_stages == record.constraints.num_stages(ranks, 3) == 3 * ranks
+            )
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_paired_interleaved_does_the_same_work_as_interleaved_with_one_forward_more_to_begin_with(
+    ranks: int, micro_batches: int, chunks: int
+) -> None:
+    paired = make_schedule("interleaved-paired", ranks, micro_batches, chunks)
+    plain = make_schedule(
+        *(("interleaved",) if chunks > 1 else ("1f1b-eager",)), ranks, micro_batches, *[chunks][: chunks > 1]
+    )
+    for rank in range(ranks):
+        for kind in "FB":
+            works = [[a for a in schedule.actions_of(rank) if a.kind == kind] for schedule in (paired, plain)]
+            assert works[0] == works[1]
+    held, without = simulate(paired).peak_in_flight, simulate(plain).peak_in_flight
+    assert [most - 1 for most in held] == [min(most, chunks * micro_batches - 1) for most in without]
+
+
+def test_paired_interleaved_looks_as_its_module_says() -> None:
+    assert [" ".join(row) for row in texts(make_schedule("interleaved-paired", 2, 4, 1))] == [
+        "0F0 0F1 0F2 (0F3|0B0) 0B1 0B2 0B3",
+        "1F0 (1F1|1B0) (1F2|1B1) (1F3|1B2) 1B3",
+    ]
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_no_other_way_to_group_micro_batches_is_faster_where_they_are_no_multiple_of_the_ranks(
+    paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against Megatron-LM's: groups of the ranks' number and a rest, or the rest in the last group or in the first."""
+    module = sys.modules["parallax.pipeline.schedules.interleaved"]
+    name, costs = ("interleaved-paired", Costs(pair=2.5)) if paired else ("interleaved", Costs())
+    slower = refused = 0
+    for ranks, micro_batches in [(2, 3), (3, 5), (4, 6), (4, 7), (4, 9), (4, 3), (6, 14), (8, 19)]:
+        mine = simulate(make_schedule(name, ranks, micro_batches, 3), costs).makespan
+        whole = max(1, micro_batches // ranks)
+        rest = max(0, micro_batches - whole * ranks)
+        for edges in (
+            [*range(0, micro_batches, ranks), micro_batches],
+            [*range(0, whole * ranks, ranks), micro_batches],
+            [0, *range(rest + ranks, micro_batches, ranks), micro_batches],
+        ):
+            groups = [range(start, end) for start, end in pairwise(edges)]
+            assert [number for group in groups for number in group] == list(range(micro_batches))
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_groups", lambda *_, groups=groups: groups)
+                other = make_schedule(name, ranks, micro_batches, 3)
+            try:
+                check_schedule(other)
+            except ConfigError:  # a smaller last group can come to a deadlock
+                refused += 1
+                continue
+            theirs = simulate(other, costs).makespan
+            assert mine <= theirs
+            slower += mine < theirs
+    assert slower >= 4 and refused >= 6

@@ -112,6 +112,40 @@ def test_a_slow_link_costs_1f1b_nearly_two_latencies_per_micro_batch(stages: int
     assert with_it - without == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (4, 13), (8, 16), (8, 64)])
+@pytest.mark.parametrize("latency", [0.25, 1.0, 1.5])
+def test_a_slow_link_costs_eager_1f1b_one_latency_a_hop_and_direction(
+    stages: int, micro_batches: int, latency: float
+) -> None:
+    schedule = make_schedule("1f1b-eager", stages, micro_batches)
+    assert simulate(schedule).bubble == (3 * (stages - 1),) * stages
+    played = simulate(schedule, Costs(latency=latency))
+    assert played.makespan - simulate(schedule).makespan == pytest.approx(2 * (stages - 1) * latency)
+    assert played.peak_in_flight == tuple(min(micro_batches, 2 * (stages - 1 - rank) + 1) for rank in range(stages))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "pair", "chunks", "makespan"),
+    [
+        (8, 32, 3.0, 2, 106.5),
+        (8, 32, 3.0, 4, 101.25),
+        (8, 32, 2.5, 2, 92.75),
+        (8, 32, 2.5, 4, 88.375),
+        (8, 32, 2.0, 2, 79),
+        (8, 32, 2.0, 4, 75.5),
+        (16, 64, 2.5, 2, 186.75),
+        (16, 64, 2.5, 4, 177.375),
+    ],
+)
+def test_paired_interleaved_takes_the_time_that_others_simulated(
+    ranks: int, micro_batches: int, pair: float, chunks: int, makespan: float
+) -> None:
+    schedule = make_schedule("interleaved-paired", ranks, micro_batches, chunks)
+    played = simulate(schedule, Costs(1 / chunks, 1 / chunks, 1 / chunks, pair=pair / chunks))
+    assert played.makespan == pytest.approx(makespan)
+    assert max(played.peak_in_flight) == (1.5 if chunks == 2 else 1.25) * ranks * chunks
+
+
 def test_gpipe_pays_a_latency_per_hop() -> None:
     without = simulate(SCHEDULES["gpipe"](4, 32)).makespan
     assert simulate(SCHEDULES["gpipe"](4, 32), Costs(latency=0.5)).makespan == without + 6 * 0.5

@@ -1,9 +1,10 @@
 """The schedules by name, each a pure function; adding one is adding a line.
 
-    SCHEDULES        those that a run can use: (num_ranks, num_micro_batches) -> Schedule, one stage on each rank
-    ALL_SCHEDULES    these, and those that can so far only be drawn, checked and simulated, each with what is known of it
+    ALL_SCHEDULES    each with its table's function and what is known of it without making a table
+    SCHEDULES        the functions of those that a run can use: (num_ranks, num_micro_batches) -> Schedule
+    make_schedule    a table by name; where a name or a size does not exist, one sentence that says which do
 
-With one rank, those in SCHEDULES are gradient accumulation: a pipeline of length one.
+With one rank, those that give it one stage are gradient accumulation: a pipeline of length one.
 """
 
 from __future__ import annotations
@@ -13,17 +14,13 @@ from dataclasses import dataclass
 
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Schedule
-from parallax.pipeline.schedules.dualpipe import dualpipe, dualpipev
+from parallax.pipeline.schedules.constraints import DEFAULT_CHUNKS, Constraints
+from parallax.pipeline.schedules.dualpipe import DUALPIPE, DUALPIPEV, dualpipe, dualpipev
 from parallax.pipeline.schedules.forward_only import forward_only
 from parallax.pipeline.schedules.gpipe import gpipe
-from parallax.pipeline.schedules.interleaved import interleaved
-from parallax.pipeline.schedules.one_f_one_b import one_f_one_b
-from parallax.pipeline.schedules.zero_bubble import zb_h1, zb_v
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-}
+from parallax.pipeline.schedules.interleaved import INTERLEAVED, INTERLEAVED_PAIRED, interleaved, interleaved_paired
+from parallax.pipeline.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from parallax.pipeline.schedules.zero_bubble import ZB_V, zb_h1, zb_v
 
 _WHOLE_STAGES = "a run does not give a rank more than one stage yet"
 _WHOLE_BACKWARDS = "the executor does not run split backwards yet"
@@ -35,54 +32,103 @@ class ScheduleRecord:
 
     make: (num_ranks, num_micro_batches) -> Schedule; if `takes_chunks`, also (..., stages on each rank).
     about: what it is, in half a sentence.
+    constraints: the sizes that it has a table for.
+    splits_backward: whether it needs the backward in halves, I and W.
+    pairs: whether it does forwards and backwards together.
+    holds_twice: whether two ranks hold each stage.
     not_run: why a run cannot use it yet; empty if it can.
     """
 
     make: Callable[..., Schedule]
     about: str
+    constraints: Constraints = Constraints()
+    splits_backward: bool = False
+    pairs: bool = False
+    holds_twice: bool = False
     not_run: str = ""
-    takes_chunks: bool = False
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the user says how many stages a rank holds."""
+        return self.constraints.chunks is None
 
 
 ALL_SCHEDULES: dict[str, ScheduleRecord] = {
     "gpipe": ScheduleRecord(gpipe, "all forwards, then all backwards"),
     "1f1b": ScheduleRecord(one_f_one_b, "one forward, one backward in turn"),
+    "1f1b-eager": ScheduleRecord(eager_one_f_one_b, "1F1B for slow links, with twice the warm-up"),
     "interleaved": ScheduleRecord(
-        interleaved, "1F1B with several thin stages a rank", _WHOLE_STAGES, takes_chunks=True
+        interleaved, "1F1B with several thin stages a rank", INTERLEAVED, not_run=_WHOLE_STAGES
     ),
-    "zb-h1": ScheduleRecord(zb_h1, "1F1B with split backwards, weights' halves in the bubble", _WHOLE_BACKWARDS),
-    "zb-v": ScheduleRecord(zb_v, "split backwards, two thin stages a rank, in a V", _WHOLE_BACKWARDS),
-    "dualpipe": ScheduleRecord(dualpipe, "fed from both ends, forwards paired with backwards", _WHOLE_BACKWARDS),
-    "dualpipev": ScheduleRecord(dualpipev, "DualPipe folded to a V, each stage held once", _WHOLE_BACKWARDS),
+    "interleaved-paired": ScheduleRecord(
+        interleaved_paired,
+        "interleaved, forwards paired with backwards",
+        INTERLEAVED_PAIRED,
+        pairs=True,
+        not_run=_WHOLE_STAGES,
+    ),
+    "zb-h1": ScheduleRecord(
+        zb_h1,
+        "1F1B with split backwards, weights' halves in the bubble",
+        splits_backward=True,
+        not_run=_WHOLE_BACKWARDS,
+    ),
+    "zb-v": ScheduleRecord(
+        zb_v,
+        "split backwards, two thin stages a rank, in a V",
+        ZB_V,
+        splits_backward=True,
+        not_run=_WHOLE_BACKWARDS,
+    ),
+    "dualpipe": ScheduleRecord(
+        dualpipe,
+        "fed from both ends, forwards paired with backwards",
+        DUALPIPE,
+        splits_backward=True,
+        pairs=True,
+        holds_twice=True,
+        not_run=_WHOLE_BACKWARDS,
+    ),
+    "dualpipev": ScheduleRecord(
+        dualpipev,
+        "DualPipe folded to a V, each stage held once",
+        DUALPIPEV,
+        splits_backward=True,
+        pairs=True,
+        not_run=_WHOLE_BACKWARDS,
+    ),
+}
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    name: record.make for name, record in ALL_SCHEDULES.items() if not record.not_run
 }
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
-    """Return a schedule by name; raises ConfigError for a name or sizes that do not exist.
+    """Return a schedule by name; raises ConfigError for a name or sizes that do not exist, with the nearest that do.
 
-    num_chunks: stages on each rank, where the schedule leaves that open.
+    num_chunks: stages on each rank, where the schedule leaves that open; 2 if not given.
     """
     record = ALL_SCHEDULES.get(name)
     if record is None:
         raise ConfigError(f"schedule {name} is unknown; use {', '.join(ALL_SCHEDULES)}")
-    if num_chunks is None:
-        return record.make(num_ranks, num_micro_batches)
-    if not record.takes_chunks:
-        raise ConfigError(
-            f"schedule {name} says itself how many stages a rank holds; leave out --chunks, which is for interleaved"
-        )
-    return record.make(num_ranks, num_micro_batches, num_chunks)
+    record.constraints.check(name, num_ranks, num_micro_batches, num_chunks)
+    return record.make(num_ranks, num_micro_batches, *([num_chunks] if num_chunks is not None else []))
 
 
 __all__ = [
     "ALL_SCHEDULES",
+    "DEFAULT_CHUNKS",
     "SCHEDULES",
+    "Constraints",
     "ScheduleRecord",
     "dualpipe",
     "dualpipev",
+    "eager_one_f_one_b",
     "forward_only",
     "gpipe",
     "interleaved",
+    "interleaved_paired",
     "make_schedule",
     "one_f_one_b",
     "zb_h1",

@@ -31,22 +31,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from parallax.errors import ConfigError
-from parallax.pipeline.actions import Action, Entry, Pair, Schedule, check_sizes
+from parallax.pipeline.actions import Action, Entry, Pair, Schedule
+from parallax.pipeline.schedules.constraints import Constraints
 from parallax.pipeline.schedules.zero_bubble import v_owner
 
+DUALPIPE = Constraints(
+    ranks_multiple=2, micro_batches_multiple=2, micro_batches_per_rank=2, for_other_ranks="dualpipev"
+)
+DUALPIPEV = Constraints(chunks=2, micro_batches_per_rank=2)
 NEAR, FAR = 0, 1
 
 
 def dualpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return DualPipe's table for an even number of ranks and an even number of micro-batches, at least 2 per rank."""
-    check_sizes("dualpipe", num_ranks, num_micro_batches)
-    if num_ranks % 2:
-        raise ConfigError(
-            f"schedule dualpipe needs an even number of ranks (--pp), not {num_ranks}; "
-            f"use {' or '.join(str(size) for size in (num_ranks - 1, num_ranks + 1) if size)}, or dualpipev"
-        )
-    _check_micro_batches("dualpipe", num_ranks, num_micro_batches, multiple=2)
+    DUALPIPE.check("dualpipe", num_ranks, num_micro_batches)
     half = num_micro_batches // 2
     order = []
     for rank in range(num_ranks):
@@ -61,8 +59,7 @@ def dualpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return DualPipeV's table for any number of ranks, and at least 2 micro-batches per rank."""
-    check_sizes("dualpipev", num_ranks, num_micro_batches)
-    _check_micro_batches("dualpipev", num_ranks, num_micro_batches, multiple=1)
+    DUALPIPEV.check("dualpipev", num_ranks, num_micro_batches)
     order = tuple(
         tuple(
             _eight_steps(
@@ -72,18 +69,6 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
         for rank in range(num_ranks)
     )
     return Schedule("dualpipev", 2 * num_ranks, num_ranks, num_micro_batches, order, (v_owner(num_ranks),))
-
-
-def _check_micro_batches(name: str, num_ranks: int, num_micro_batches: int, multiple: int) -> None:
-    least = 2 * num_ranks
-    if num_micro_batches >= least and num_micro_batches % multiple == 0:
-        return
-    nearest = [least] if num_micro_batches < least else [num_micro_batches - 1, num_micro_batches + 1]
-    raise ConfigError(
-        f"schedule {name} needs {'an even number of ' if multiple == 2 else ''}micro-batches per step, at least 2 for each "
-        f"of the {num_ranks} ranks, not {num_micro_batches} (--global-batch / (--micro-batch * dp)); "
-        f"use {' or '.join(map(str, nearest))}, or 1f1b"
-    )
 
 
 def _eight_steps(near: Action, far: Action, hops: int, middle: int, num_micro_batches: int) -> Iterator[Entry]:

@@ -10,12 +10,13 @@ so each backward directly follows its forward and one micro-batch is in flight.
 
 from __future__ import annotations
 
-from parallax.pipeline.actions import Schedule, check_sizes, one_stage_per_rank
+from parallax.pipeline.actions import Schedule, one_stage_per_rank
+from parallax.pipeline.schedules.constraints import Constraints
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return GPipe's table for any number of stages and micro-batches from 1."""
-    check_sizes("gpipe", num_stages, num_micro_batches)
+    Constraints().check("gpipe", num_stages, num_micro_batches)
     numbers = range(num_micro_batches)
     if num_stages == 1:
         row = [(kind, number) for number in numbers for kind in "FB"]

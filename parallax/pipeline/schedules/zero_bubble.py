@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallax.pipeline.actions import Action, Schedule, check_sizes, one_stage_per_rank
+from parallax.pipeline.actions import Action, Schedule, one_stage_per_rank
+from parallax.pipeline.schedules.constraints import Constraints
+
+ZB_V = Constraints(chunks=2)
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return ZB-H1's table for any number of ranks and micro-batches from 1."""
-    check_sizes("zb-h1", num_ranks, num_micro_batches)
+    Constraints().check("zb-h1", num_ranks, num_micro_batches)
     rows = []
     for rank in range(num_ranks):
         warm_up = min(num_micro_batches, num_ranks - 1 - rank)
@@ -43,7 +46,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return ZB-V's table for any number of ranks and micro-batches from 1; with fewer than 2p - 1 it is cut out of that one's."""
-    check_sizes("zb-v", num_ranks, num_micro_batches)
+    ZB_V.check("zb-v", num_ranks, num_micro_batches)
     order = []
     for rank in range(num_ranks):
         counts: dict[tuple[str, int], int] = {}
