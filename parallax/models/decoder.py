@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from parallax.mesh import Group, Replicas, rank_of, size_of
+from parallax.models.attention import Rows
 from parallax.models.blocks import TransformerLayer, make_norm
 from parallax.models.config import DecoderConfig
 from parallax.models.rotary import RotaryEmbedding
@@ -39,7 +41,7 @@ class StageSpec:
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions: add row p to token p of `[batch, seq(/tp), hidden]`."""
+    """Learned positions: add row p to the token at position p of `[batch, seq(/tp), hidden]`."""
 
     def __init__(self, length: int, hidden_size: int, *, tp: Group | None, sequence_parallel: bool, std: float) -> None:
         super().__init__()
@@ -49,9 +51,11 @@ class PositionEmbedding(nn.Module):
             "weight": replicated((length, hidden_size), tp, partial=sequence_parallel, std=std)
         }
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """positions: int64 `[batch, seq]`, of the whole sequence also where hidden is this rank's part; None: 0 .. seq - 1."""
         first = rank_of(self.tp) * hidden.shape[1]
-        return hidden + self.weight[first : first + hidden.shape[1]]
+        here = slice(first, first + hidden.shape[1])
+        return hidden + (self.weight[here] if positions is None else F.embedding(positions[:, here], self.weight))
 
 
 class DecoderBody(nn.Module):
@@ -123,14 +127,15 @@ class DecoderStage(nn.Module):
             std=self.config.initializer_range,
         )
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+        """rows: what the rows of the batch hold, whole sequences on every rank; None: one text each, from position 0."""
         hidden = input
         if self.spec.is_first:
             hidden = self.model.embed_tokens(input)
             if self.config.positions == "learned":
-                hidden = self.model.embed_positions(hidden)
+                hidden = self.model.embed_positions(hidden, None if rows is None else rows.positions)
         for layer in self.model.layers.values():
-            hidden = layer(hidden)
+            hidden = layer(hidden, rows)
         if not self.spec.is_last:
             return hidden
         hidden = self.model.norm(hidden)

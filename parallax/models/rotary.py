@@ -35,29 +35,40 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotate `[batch, seq, heads, head_dim]` by its positions 0, 1, ..., seq - 1; holds no parameters.
+    """Rotate `[batch, seq, heads, head_dim]` by its positions, 0 .. seq - 1 unless they are given; holds no parameters.
 
-    The angles are computed in fp32 once per (length, device, dtype).
+    The angles are computed in fp32: once per (length, device, dtype), or once for the positions given last, for which all
+    layers ask in turn.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._last: tuple[torch.Tensor | None, torch.dtype | None, Any] = (None, None, None)
 
     def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, `[length, 1, head_dim/2]`."""
+        """Return cos and sin of positions 0 .. length - 1, `[length, 1, head_dim/2]`."""
         key = (length, device, dtype)
         if key not in self._tables:
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            frequencies = inverse_frequencies(self.config).to(device)
-            angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).to(wide)
-            self._tables[key] = (angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
+            self._tables[key] = self._cos_sin(torch.arange(length, device=device), dtype)
         return self._tables[key]
 
-    def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.tables(heads.shape[1], heads.device, heads.dtype)
+    def forward(self, heads: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """positions: int64 `[batch, seq]`."""
+        if positions is None:
+            cos, sin = self.tables(heads.shape[1], heads.device, heads.dtype)
+        else:
+            if self._last[0] is not positions or self._last[1] != heads.dtype:
+                self._last = (positions, heads.dtype, self._cos_sin(positions, heads.dtype))
+            cos, sin = self._last[2]
         return _Rotate.apply(heads, cos, sin)
+
+    def _cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions `[...]` to `[..., 1, head_dim/2]` twice; the 1 stands for the heads."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        angles = positions.float().unsqueeze(-1) * inverse_frequencies(self.config).to(positions.device)
+        return angles.to(wide).cos().to(dtype).unsqueeze(-2), angles.to(wide).sin().to(dtype).unsqueeze(-2)
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:

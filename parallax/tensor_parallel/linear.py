@@ -152,6 +152,12 @@ def column_parallel(
     return _ColumnParallel.apply(input, tp, sequence_parallel, *weights, *biases)
 
 
+def apply_together(input: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tensor, ...]:
+    """Apply layers to the same input with one communication each way; each gives its `[batch, seq, out/tp]`."""
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return column_parallel(input, weights, biases, layers[0].tp, layers[0].sequence_parallel)
+
+
 def _reset(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
     """Draw a layer's weights from torch's generator; a whole model is initialised by name instead (facts.initialize)."""
     if weight.is_meta:  # shapes only; asking torch to fill them would import its compiler, for seconds

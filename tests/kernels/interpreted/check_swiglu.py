@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallax.kernels.swiglu import kernel, reference
-from parallax.models.blocks import ParallelMLP
+from parallax.models.mlp import ParallelMLP
 from tests.kernels.cases import assert_near, dtypes, poisoned, random, sizes
 from tests.kernels.interpreted.pretend import on_gpu, plain, spy
 

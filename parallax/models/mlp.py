@@ -1,0 +1,71 @@
+"""The MLP, split over tp: its inner features are divided over the ranks, with an AllReduce at the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from parallax.mesh import Group
+from parallax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, apply_together
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, keeping only its two inputs for backward (Shazeer 2020, arXiv:2002.05202)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if gate.is_cuda and gate.dtype != torch.float64:
+        from parallax.kernels.swiglu.kernel import swiglu  # here, for it needs triton, which only a GPU needs
+
+        return swiglu(gate.contiguous(), up.contiguous())
+    return _SwiGLU.apply(gate, up)
+
+
+class ParallelMLP(nn.Module):
+    """`[batch, seq, hidden]` to the same shape through intermediate_size features, divided over tp.
+
+    activation: "swiglu" (gate_proj, up_proj, down_proj) or "gelu" (up_proj, down_proj).
+    Raises ValueError when intermediate_size does not divide by the tp size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        tp: Group | None = None,
+        activation: str = "swiglu",
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        if activation not in ("swiglu", "gelu"):
+            raise ValueError(f"activation {activation!r} is not known; use 'swiglu' or 'gelu'")
+        shared: dict[str, Any] = {"tp": tp, "bias": bias, "sequence_parallel": sequence_parallel, "std": std}
+        self.gate_proj = (
+            ColumnParallelLinear(hidden_size, intermediate_size, **shared) if activation == "swiglu" else None
+        )
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, **shared)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **shared)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))
+        gate, up = apply_together(hidden, self.gate_proj, self.up_proj)
+        return self.down_proj(_swiglu(gate, up))
