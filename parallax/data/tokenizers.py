@@ -70,6 +70,14 @@ class Tokenizer(ABC):
         """Return the text of the ids; special tokens have none."""
 
     @abstractmethod
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the one token that is written `name`, a special token's too; None where there is none."""
+
+    @abstractmethod
+    def token_name(self, token: int) -> str:
+        """Return how the vocabulary writes an id."""
+
+    @abstractmethod
     def files(self) -> dict[str, bytes]:
         """Return the files, by name, from which `transformers` and `load_tokenizer` open this tokenizer."""
 
@@ -121,6 +129,14 @@ class ByteTokenizer(Tokenizer):
         """Return the text; bytes that are no UTF-8, as in the middle of a generated character, become U+FFFD."""
         return bytes(int(i) for i in ids if i != self.eos_id).decode(errors="replace")
 
+    def token_id(self, name: str) -> int | None:
+        if name == tokenizer_files.END_OF_TEXT:
+            return self.eos_id
+        return ord(name) if len(name) == 1 and name.isascii() else None
+
+    def token_name(self, token: int) -> str:
+        return tokenizer_files.END_OF_TEXT if token == self.eos_id else f"<0x{token:02X}>"
+
     def files(self) -> dict[str, bytes]:
         return tokenizer_files.byte_files()
 
@@ -164,6 +180,14 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._processor.decode([int(i) for i in ids])
         return text
 
+    def token_id(self, name: str) -> int | None:
+        found: int = self._processor.piece_to_id(name)
+        return None if self._processor.is_unknown(found) else found
+
+    def token_name(self, token: int) -> str:
+        name: str = self._processor.id_to_piece(int(token))
+        return name
+
     def files(self) -> dict[str, bytes]:
         return tokenizer_files.sentencepiece_files(self._processor, self._model)
 
@@ -197,6 +221,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._fast.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def token_id(self, name: str) -> int | None:
+        return self._fast.token_to_id(name)
+
+    def token_name(self, token: int) -> str:
+        return self._fast.id_to_token(int(token)) or ""
 
     def files(self) -> dict[str, bytes]:
         files = dict(self._files)

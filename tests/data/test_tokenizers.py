@@ -197,3 +197,13 @@ def test_fingerprints_tell_tokenizers_apart(default_tokenizer: Tokenizer, tmp_pa
     every = [ByteTokenizer(), default_tokenizer, load_tokenizer(tmp_path / "a")]
     assert len({tokenizer.fingerprint for tokenizer in every}) == 3
     assert ByteTokenizer().fingerprint == load_tokenizer("bytes").fingerprint
+
+
+def test_a_token_is_found_by_its_name_and_named_by_its_id(default_tokenizer: Tokenizer) -> None:
+    for tokenizer in (default_tokenizer, ByteTokenizer()):
+        assert tokenizer.eos_id is not None
+        assert tokenizer.token_id("<|endoftext|>") == tokenizer.eos_id
+        assert tokenizer.token_name(tokenizer.eos_id) == "<|endoftext|>"
+        (letter,) = tokenizer.encode("a")
+        assert tokenizer.token_id("a") == letter
+        assert tokenizer.token_id("<|no such token|>") is None
