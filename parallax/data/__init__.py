@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.data.dataset import TokenDataset
+    from parallax.data.indexed import IndexedDataset, IndexedWriter
     from parallax.data.loader import BatchLoader
     from parallax.data.options import DataOptions
     from parallax.data.order import DataOrder, sample_index
@@ -23,6 +24,8 @@ _HOMES = {
     "BatchLoader": "loader",
     "DataOptions": "options",
     "DataOrder": "order",
+    "IndexedDataset": "indexed",
+    "IndexedWriter": "indexed",
     "PreparedData": "prepare",
     "TokenDataset": "dataset",
     "Tokenizer": "tokenizers",
@@ -35,6 +38,8 @@ __all__ = [
     "BatchLoader",
     "DataOptions",
     "DataOrder",
+    "IndexedDataset",
+    "IndexedWriter",
     "PreparedData",
     "TokenDataset",
     "Tokenizer",
