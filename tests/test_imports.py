@@ -23,7 +23,8 @@ LEVELS: list[set[str]] = [
     # Schedules and all that is known of one without running it.
     {"parallax.mesh", "parallax.collectives", "parallax.shared_memory", "parallax.meeting"}
     | {
-        f"parallax.pipeline.{part}" for part in ("schedules", "actions", "check", "lower", "simulator", "split", "draw")
+        f"parallax.pipeline.{part}"
+        for part in ("schedules", "actions", "check", "costs", "lower", "simulator", "split", "draw")
     },
     {"parallax.precision"},
     {"parallax.tensor_parallel"},

@@ -16,8 +16,9 @@ from typing import Any
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.check import check_schedule
+from parallax.pipeline.costs import Costs
 from parallax.pipeline.schedules import ALL_SCHEDULES, make_schedule
-from parallax.pipeline.simulator import Costs, Simulation, simulate
+from parallax.pipeline.simulator import Simulation, simulate
 from parallax.pipeline.tables import read_csv, to_csv
 
 _COST_FIELDS = {"F": "forward", "I": "input_gradient", "W": "weight_gradient", "FB": "pair", "comm": "latency"}

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallax.pipeline.actions import Action, Pair, Schedule
     from parallax.pipeline.check import check_schedule
+    from parallax.pipeline.costs import Costs, Memory
     from parallax.pipeline.executor import PipelineExecutor
     from parallax.pipeline.schedules import ALL_SCHEDULES, SCHEDULES, forward_only, make_schedule
-    from parallax.pipeline.simulator import Costs, simulate
+    from parallax.pipeline.simulator import simulate
     from parallax.pipeline.transport import ActivationSpec
 
 _HOMES = {
@@ -26,7 +27,8 @@ _HOMES = {
     "SCHEDULES": "schedules",
     "Action": "actions",
     "ActivationSpec": "transport",
-    "Costs": "simulator",
+    "Costs": "costs",
+    "Memory": "costs",
     "Pair": "actions",
     "PipelineExecutor": "executor",
     "Schedule": "actions",
@@ -42,6 +44,7 @@ __all__ = [
     "Action",
     "ActivationSpec",
     "Costs",
+    "Memory",
     "Pair",
     "PipelineExecutor",
     "Schedule",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parallax.errors import ConfigError
@@ -113,6 +113,7 @@ class Schedule:
     order: for each pipeline rank its entries, first to last.
     owner: `owner[pipe][stage]` is the rank that holds that stage for that pipe.
     forward_only: no gradients are wanted (evaluation); otherwise each forward has its backward.
+    origin: for each entry where a user wrote it, "mine.csv, line 2, column 5"; empty for what no user wrote.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Schedule:
     order: tuple[tuple[Entry, ...], ...]
     owner: tuple[tuple[int, ...], ...]
     forward_only: bool = False
+    origin: tuple[tuple[str, ...], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         rows = (f"rank {rank}: " + " ".join(map(str, row)) for rank, row in enumerate(self.order))
@@ -137,6 +139,11 @@ class Schedule:
             for action in entry.parts
         }
 
+    def where(self, rank: int, place: int) -> str:
+        """Return in words where an entry stands, for a sentence that says what is wrong with it."""
+        origin = f" ({self.origin[rank][place]})" if self.origin else ""
+        return f"rank {rank}, position {place}{origin}"
+
     def actions_of(self, rank: int) -> Iterator[Action]:
         """Yield the actions of `rank`, first to last, pairs taken apart."""
         return (action for entry in self.order[rank] for action in entry.parts)
@@ -149,6 +156,18 @@ class Schedule:
         """Return the stages that `rank` holds, for any pipe, ascending."""
         return tuple(sorted({stage for row in self.owner for stage, owner in enumerate(row) if owner == rank}))
 
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage the ranks that hold it, for any pipe, ascending."""
+        return tuple(tuple(sorted({row[stage] for row in self.owner})) for stage in range(self.num_stages))
+
+    def forwards(self) -> Schedule:
+        """Return the schedule that does this one's forwards only, in the same order: evaluation."""
+        order = tuple(
+            tuple(action for entry in row for action in entry.parts if action.kind == "F") for row in self.order
+        )
+        return replace(self, name=f"{self.name}, forwards only", order=order, forward_only=True)
+
     def input_of(self, action: Action) -> Action | None:
         """Return the action on the neighbouring stage whose result `action` takes; None at the ends and for W."""
         if action.kind == "F":
@@ -157,6 +176,13 @@ class Schedule:
             return None
         split = action.at("I", action.stage + 1)
         return split if split in self.places else action.at("B", action.stage + 1)
+
+    def target_of(self, action: Action) -> int | None:
+        """Return the rank that uses the action's result: the neighbouring stage's owner; None at the ends and for W."""
+        stage = action.stage + (1 if action.kind == "F" else -1)
+        if action.kind == "W" or not 0 <= stage < self.num_stages:
+            return None
+        return self.owner[action.pipe][stage]
 
     def local_need_of(self, action: Action) -> Action | None:
         """Return the action on the same stage that has to be over before `action`; None for F."""

@@ -45,7 +45,7 @@ def check_memory(schedule: Schedule, max_in_flight: int) -> None:
 
 
 def _fail(schedule: Schedule, rank: int, place: int, what: str) -> NoReturn:
-    raise ConfigError(f"schedule {schedule.name}, rank {rank}, position {place}, {schedule.order[rank][place]}: {what}")
+    raise ConfigError(f"schedule {schedule.name}, {schedule.where(rank, place)}, {schedule.order[rank][place]}: {what}")
 
 
 def _check_shape(schedule: Schedule) -> None:

@@ -1,9 +1,9 @@
-"""Play a schedule under given costs: when each action runs, the bubble and the micro-batches in flight.
+"""Play a schedule under given costs: when each action runs, the bubble, and what is held in memory.
 
-Each rank does its actions in order, each as soon as what it needs is there. A result that goes to another rank arrives
-`latency` after the action that made it; sending costs the rank itself no time. Both results of a pair are there at its
-end. The same play is the dry run that
-finds a deadlock, and its times give the messages their global order (`parallax.pipeline.lower`).
+Each rank does its actions in order, each as soon as what it needs is there. Both results of a pair are there at its end. A
+result for another rank leaves at the end of the action that made it, or when the messages before it on the same link
+have left; sending costs the rank itself no time. The same play is the dry run that finds a deadlock, and its times give the
+messages their global order (`parallax.pipeline.lower`).
 """
 
 from __future__ import annotations
@@ -12,45 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallax.errors import ConfigError
-from parallax.pipeline.actions import Action, Entry, Pair, Schedule
+from parallax.pipeline.actions import Action, Schedule
+from parallax.pipeline.costs import Costs, Memory, at_stage
 
 _RANKS_NAMED = 4  # in a deadlock's message; the rest is counted
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Durations in one unit, of one micro-batch in one stage: F, I and W, with B = I + W; of a pair, and of a message.
-
-    pair: of a forward and a backward done together; F + B, nothing gained, unless given.
-    latency: from the end of an action to the moment its result can be used on another rank.
-    sizes: of each stage, relative to the one that the durations are of; all 1 if empty.
-    """
-
-    forward: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
-    latency: float = 0.0
-    pair: float | None = None
-    sizes: tuple[float, ...] = ()
-
-    def of(self, entry: Entry) -> float:
-        """Return the duration of an action, or of a pair, which gains at most what its smaller stage can."""
-        if isinstance(entry, Pair):
-            apart, backward = [self.of(action) for action in entry.parts], self._kind("B")
-            gain = 0.0 if self.pair is None else self.forward + backward - self.pair
-            return sum(apart) - gain * min(self._size(action.stage) for action in entry.parts)
-        return self._kind(entry.kind) * self._size(entry.stage)
-
-    def _kind(self, kind: str) -> float:
-        return {
-            "F": self.forward,
-            "I": self.input_gradient,
-            "W": self.weight_gradient,
-            "B": self.input_gradient + self.weight_gradient,
-        }[kind]
-
-    def _size(self, stage: int) -> float:
-        return self.sizes[stage] if self.sizes else 1.0
 
 
 @dataclass(frozen=True)
@@ -61,25 +26,33 @@ class Simulation:
     bubble: time a rank was not busy, `makespan - busy`.
     peak_in_flight: most micro-batches (counted per stage) at once whose forward has begun and whose B or I has not
         ended; in a forward-only schedule nothing is kept beyond the forward.
+    peak_bytes: most bytes at once, of the stages and of activations; empty if no `Memory` was given.
     starts, ends: of each action.
+    arrivals: when the results that go to another rank can be used there, by the action that made them.
     """
 
     makespan: float
     busy: tuple[float, ...]
     bubble: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
+    peak_bytes: tuple[float, ...]
     starts: dict[Action, float]
     ends: dict[Action, float]
+    arrivals: dict[Action, float]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Play `schedule`; every cost is 1 and the latency 0 unless `costs` says otherwise.
+def simulate(schedule: Schedule, costs: Costs | None = None, memory: Memory | None = None) -> Simulation:
+    """Play `schedule`; every cost is 1 and messages take no time unless `costs` says otherwise.
 
-    Raises ConfigError if it cannot come to its end, naming the action at which each rank is stuck.
+    Raises ConfigError if it cannot come to its end, naming the action at which each rank is stuck, or if costs are given for
+    another number of stages.
     """
     costs = costs or Costs()
+    costs.check(schedule.num_stages)
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
+    arrivals: dict[Action, float] = {}
+    link_free_at: dict[tuple[int, int], float] = {}
     position = [0] * schedule.num_ranks
     free_at = [0.0] * schedule.num_ranks
     asleep: dict[Action, list[int]] = {}  # what ranks wait for -> those ranks
@@ -94,21 +67,36 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             if missing is not None:
                 asleep.setdefault(missing, []).append(rank)
                 break
-            start = max([free_at[rank], *(_arrival(schedule, need, rank, ends, costs) for need in needs)])
-            free_at[rank] = start + costs.of(entry)
+            there = (ends[need] if schedule.rank_of(need) == rank else arrivals[need] for need in needs)
+            start = max([free_at[rank], *there])
+            end = free_at[rank] = start + costs.of(entry)
             position[rank] += 1
+            for action in sorted(entry.parts, key=lambda part: part.micro_batch):  # on a link the older one goes first
+                starts[action], ends[action] = start, end
+                target = schedule.target_of(action)
+                if target is not None and target != rank:
+                    left = max(end, link_free_at.get((rank, target), 0.0)) + costs.transfer
+                    link_free_at[rank, target] = left
+                    arrivals[action] = left + costs.latency
             for action in entry.parts:
-                starts[action], ends[action] = start, free_at[rank]
                 awake.extend(asleep.pop(action, ()))
     if asleep:
         raise ConfigError(
             _deadlock(schedule, position, {rank: need for need, ranks in asleep.items() for rank in ranks})
         )
+    ranks = range(schedule.num_ranks)
     makespan = max(free_at)
     busy = tuple(sum(map(costs.of, row)) for row in schedule.order)
-    bubble = tuple(makespan - time for time in busy)
-    peaks = tuple(peak_in_flight(schedule, rank) for rank in range(schedule.num_ranks))
-    return Simulation(makespan, busy, bubble, peaks, starts, ends)
+    return Simulation(
+        makespan,
+        busy,
+        bubble=tuple(makespan - time for time in busy),
+        peak_in_flight=tuple(peak_in_flight(schedule, rank) for rank in ranks),
+        peak_bytes=() if memory is None else tuple(peak_bytes(schedule, rank, memory) for rank in ranks),
+        starts=starts,
+        ends=ends,
+        arrivals=arrivals,
+    )
 
 
 def peak_in_flight(schedule: Schedule, rank: int) -> int:
@@ -125,17 +113,28 @@ def in_flight(schedule: Schedule, rank: int) -> Iterator[int]:
         held -= sum(action.kind in ("B", "I") or schedule.forward_only for action in entry.parts)
 
 
+def peak_bytes(schedule: Schedule, rank: int, memory: Memory) -> float:
+    """Return the most bytes that `rank` holds at once; it follows from the order alone."""
+    memory.check(schedule.num_stages)
+    held = most = sum(at_stage(memory.stage, stage) for stage in schedule.stages_of(rank))
+    for entry in schedule.order[rank]:
+        held += sum(at_stage(memory.activations, action.stage) for action in entry.parts if action.kind == "F")
+        most = max(most, held)
+        for action in entry.parts:
+            if action.kind in ("B", "I") or schedule.forward_only:
+                held -= at_stage(memory.activations, action.stage)
+            if action.kind in ("I", "W"):
+                held += at_stage(memory.kept_for_weights, action.stage) * (1 if action.kind == "I" else -1)
+    return most
+
+
 def _needs(schedule: Schedule, action: Action) -> list[Action]:
     return [need for need in (schedule.local_need_of(action), schedule.input_of(action)) if need is not None]
 
 
-def _arrival(schedule: Schedule, need: Action, rank: int, ends: dict[Action, float], costs: Costs) -> float:
-    return ends[need] + (costs.latency if schedule.rank_of(need) != rank else 0.0)
-
-
 def _deadlock(schedule: Schedule, position: list[int], waits: dict[int, Action]) -> str:
     named = [
-        f"rank {rank}, position {position[rank]}: {schedule.order[rank][position[rank]]} waits for {need}"
+        f"{schedule.where(rank, position[rank])}: {schedule.order[rank][position[rank]]} waits for {need}"
         for rank, need in sorted(waits.items())
     ]
     rest = f"; and {len(named) - _RANKS_NAMED} more ranks" if len(named) > _RANKS_NAMED else ""

@@ -3,9 +3,9 @@
     0F0,0F1,(0F2|0B0),0B1        number of ranks, stages and micro-batches, and which rank holds which stage, follow from it
     1F0,1B0,1F1,1B1
 
-Empty cells are skipped, so that columns can stand for time. The compute-only CSV of torch.distributed.pipelining is of this
-form; its pairs, `(0F2;0B0)OVERLAP_F_B`, are read as well, and where it reduces gradients is passed over. Its other form, with
-all communication, is refused: here that follows from the table.
+Empty cells are skipped, so that columns can stand for time. Both CSV forms of torch.distributed.pipelining are read as well: its
+pairs, `(0F2;0B0)OVERLAP_F_B`, are pairs, and the communication that its `compute_comms` form also lists (SEND, RECV, UNSHARD,
+RESHARD, REDUCE_GRAD) is passed over, since here that follows from the table.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Entry, Schedule, parse_entry
+from parallax.pipeline.check import check_schedule
 
-_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|SEND_[FB]|RECV_[FB])\d*")
-_SKIPPED = re.compile(r"\s*|\d+REDUCE_GRAD")
+_SKIPPED = re.compile(r"\s*(\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*\s*)?")
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -29,28 +29,49 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
+def read_schedule(path: str | Path, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Return the schedule in a file, proved, for a run of these sizes; raises ConfigError, also if it is for others."""
+    schedule = read_csv(path)
+    check_schedule(schedule)
+    if schedule.num_ranks != num_ranks:
+        raise ConfigError(
+            f"schedule {path} has {schedule.num_ranks} rows, one for each pipeline rank, and --pp is {num_ranks}; "
+            f"use --pp {schedule.num_ranks}, or a table with {num_ranks} rows"
+        )
+    if schedule.num_micro_batches != num_micro_batches:
+        raise ConfigError(
+            f"schedule {path} is a table for {schedule.num_micro_batches} micro-batches per step, not {num_micro_batches} "
+            f"(--global-batch / (--micro-batch * dp)); use a --global-batch that makes {schedule.num_micro_batches}, or "
+            "another table"
+        )
+    return schedule
+
+
 def read_csv(path: str | Path) -> Schedule:
     """Return the schedule in a file, named after it; raises ConfigError for what is no table, but does not check the table."""
     path = Path(path)
     try:
-        return parse_csv(path.read_text(encoding="utf-8-sig"), path.stem)
+        return parse_csv(path.read_text(encoding="utf-8-sig"), path.stem, f"{path.name}, ")
     except OSError as error:
         raise ConfigError(f"schedule {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"schedule {path} is no text file") from error
 
 
-def parse_csv(text: str, name: str) -> Schedule:
-    """Return the schedule that `text` holds; raises ConfigError for what is no table, naming rank and column."""
+def parse_csv(text: str, name: str, file: str = "") -> Schedule:
+    """Return the schedule that `text` holds; raises ConfigError for what is no table, naming line and column, both from 1."""
+    reader = csv.reader(io.StringIO(text), strict=True)
     try:
-        rows = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
+        rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise ConfigError(f"schedule {name} is no CSV: {error}") from error
-    order = tuple(
-        tuple(_cell(name, rank, column, cell) for column, cell in enumerate(row) if not _SKIPPED.fullmatch(cell))
-        for rank, row in enumerate(rows)
-    )
-    actions = [action for row in order for entry in row for action in entry.parts]
+        raise ConfigError(f"schedule {name}, {file}line {reader.line_num} is no CSV: {error}") from error
+    order, origin = [], []
+    for line, row in rows:
+        cells = [(f"{file}line {line}, column {column}", cell) for column, cell in enumerate(row, start=1)]
+        cells = [(where, cell) for where, cell in cells if not _SKIPPED.fullmatch(cell)]
+        order.append(tuple(_entry(name, len(order), where, cell) for where, cell in cells))
+        origin.append(tuple(where for where, _ in cells))
+    actions = [action for entries in order for entry in entries for action in entry.parts]
     if not actions:
         raise ConfigError(f"schedule {name} holds no actions; write a row for each rank, as in 0F0,0F1,0B0,0B1")
     return Schedule(
@@ -58,34 +79,33 @@ def parse_csv(text: str, name: str) -> Schedule:
         num_stages=1 + max(action.stage for action in actions),
         num_ranks=len(rows),
         num_micro_batches=1 + max(action.micro_batch for action in actions),
-        order=order,
-        owner=_owners(name, order),
+        order=tuple(order),
+        owner=owners_of(name, tuple(order), tuple(origin)),
         forward_only=all(action.kind == "F" for action in actions),
+        origin=tuple(origin),
     )
 
 
-def _cell(name: str, rank: int, column: int, cell: str) -> Entry:
-    where = f"schedule {name}, row of rank {rank}, column {column}"
-    if _COMMUNICATION.fullmatch(cell.strip()):
-        raise ConfigError(
-            f"{where}: {cell.strip()} is communication, which is derived here; give the table without it (compute_only)"
-        )
+def _entry(name: str, rank: int, where: str, cell: str) -> Entry:
     try:
         return parse_entry(cell)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"schedule {name}, rank {rank} ({where}): {error}") from error
 
 
-def _owners(name: str, order: tuple[tuple[Entry, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return which rank does each stage of each pipe."""
+def owners_of(
+    name: str, order: tuple[tuple[Entry, ...], ...], origin: tuple[tuple[str, ...], ...] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Return which rank does each stage of each pipe; raises ConfigError if that is two ranks, or none."""
     found: dict[tuple[int, int], int] = {}
     for rank, row in enumerate(order):
-        for action in (action for entry in row for action in entry.parts):
+        for place, action in ((place, action) for place, entry in enumerate(row) for action in entry.parts):
             other = found.setdefault((action.pipe, action.stage), rank)
             if other != rank:
+                where = f" ({origin[rank][place]})" if origin else ""
                 raise ConfigError(
-                    f"schedule {name}: rank {other} and rank {rank} both do stage {action.stage} ({action}); "
-                    "a stage has one rank, unless it is on another pipe (b1F3)"
+                    f"schedule {name}, rank {rank}, position {place}{where}, {action}: rank {other} does stage "
+                    f"{action.stage} too; a stage has one rank, unless it is on another pipe (b1F3)"
                 )
     pipes = sorted({pipe for pipe, _ in found})
     stages = sorted({stage for _, stage in found})

@@ -138,7 +138,9 @@ def test_bad_input_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture, l
 def test_a_broken_table_is_refused_with_rank_position_and_action(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
     status, _, err = run(capsys, f"schedule show {tmp_path / 'mine.csv'}")
-    assert status == 2 and "schedule mine, rank 1, position 0, 1B0: it needs 1F0, which comes later" in err
+    assert (
+        status == 2 and "rank 1, position 0 (mine.csv, line 2, column 1), 1B0: it needs 1F0, which comes later" in err
+    )
     (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
     status, _, err = run(capsys, f"schedule simulate {tmp_path / 'mine.csv'} --stages 3")
     assert status == 2 and "--stages 3 contradicts" in err

@@ -298,7 +298,7 @@ def test_a_pair_of_one_chunk_is_refused_and_one_of_two_chunks_needs_both_inputs(
         "send(1B1 to rank 0)",
     ]
     with pytest.raises(
-        ConfigError, match=r"rank 0, position 1: 0B0 waits for 1B0; rank 1, position 1: \(1F1\|1B0\) waits"
+        ConfigError, match=r"0B0 waits for 1B0; rank 1, position 1 \(line 2, column 2\): \(1F1\|1B0\) waits"
     ):
         check_schedule(parse_csv("\n".join(["0F0,0B0,0F1,0B1", rows[1]]), "paired"))
 
