@@ -60,7 +60,14 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
 
     objective = NextToken(model.vocab_size, mesh.tp)
     train_step = build_train_step(
-        mesh, model, config.stage_ranges, config.parallel, training, config.optimizer, objective
+        mesh,
+        model,
+        config.stage_ranges,
+        config.schedule,
+        training,
+        config.optimizer,
+        objective,
+        sequence_parallel=config.parallel.sp,
     )
     dtype = DTYPES[training.precision]
     parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype)

@@ -9,8 +9,9 @@ import torch
 from benchmarks.task import Batch, Task
 from parallax.mesh import Mesh
 from parallax.objectives.next_token import NextToken
+from parallax.pipeline.schedules import make_schedule
 from parallax.training.build import build_train_step
-from parallax.training.options import ParallelOptions, TrainingOptions
+from parallax.training.options import TrainingOptions
 from parallax.training.stages import stage_ranges
 
 
@@ -21,13 +22,13 @@ class Parallax:
         training = TrainingOptions(
             seq_len=task.seq_len, micro_batch=task.micro_batch, global_batch=task.global_batch, seed=task.seed
         )
-        layout = mesh.layout
+        pp, micro_batches = mesh.layout.pp, task.global_batch // (task.micro_batch * mesh.layout.dp)
         self.rank, self.learning_rate = mesh.rank, task.learning_rate
         self.train_step = build_train_step(
             mesh,
             task.model,
-            stage_ranges(task.model, layout, None, task.seq_len),
-            ParallelOptions(tp=layout.tp, pp=layout.pp, dp=layout.dp),
+            stage_ranges(task.model, pp, None, task.seq_len),
+            make_schedule("1f1b", pp, micro_batches),
             training.resolved(),
             task.optimizer if zero is None else replace(task.optimizer, zero=zero),
             NextToken(task.model.vocab_size, mesh.tp),

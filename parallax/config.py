@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig
 from parallax.models.options import ModelOptions, resolve_model
 from parallax.models.presets import PRESETS
+from parallax.pipeline.actions import Schedule
 from parallax.training.lr import LearningRateOptions
 from parallax.training.options import ParallelOptions, RunOptions, TrainingOptions
 from parallax.training.stages import stage_ranges
@@ -42,7 +44,7 @@ _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
 # Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
 # name is told by their fingerprints, not by their paths.
 HARMLESS = frozenset(
-    "data tokenizer tp pp dp sp schedule pipeline_layout zero micro_batch recompute steps tokens "
+    "data tokenizer tp pp dp sp schedule chunks pipeline_layout zero micro_batch recompute steps tokens "
     "out resume save_every log_every eval_every eval_steps timeout config dry_run world_size".split()
 )
 
@@ -98,7 +100,13 @@ class PretrainConfig(PretrainOptions):
     @property
     def stage_ranges(self) -> list[range]:
         """The layers of each pipeline stage."""
-        return stage_ranges(self.model_config, self.layout, self.parallel.pipeline_layout, self.training.seq_len)
+        stages = self.schedule.num_stages
+        return stage_ranges(self.model_config, stages, self.parallel.pipeline_layout, self.training.seq_len)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What each pipeline rank does in a step."""
+        return self.parallel.make_schedule(self.num_micro_batches)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json holds: `options` as asked, which --config reads, and what they came to."""
@@ -252,13 +260,13 @@ def _run_name(model: str) -> str:
 
 def _check_stages(model: DecoderConfig, layout: Layout, options: PretrainOptions) -> list[str]:
     """Return what keeps the model from being cut up in this layout."""
-    problems = model.check(
-        layout, options.training.seq_len, options.parallel.sp, balanced=options.parallel.pipeline_layout is None
-    )
-    if problems:
+    training, text = options.training, options.parallel.pipeline_layout
+    problems = model.check(layout, training.seq_len, options.parallel.sp, balanced=text is None)
+    if problems or training.check(layout.dp):
         return problems
     try:
-        stage_ranges(model, layout, options.parallel.pipeline_layout, options.training.seq_len)
+        schedule = options.parallel.make_schedule(training.global_batch // (training.micro_batch * layout.dp))
+        stage_ranges(model, schedule.num_stages, text, training.seq_len)
     except ConfigError as error:
         return error.problems
     return []

@@ -110,12 +110,11 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--tp 16 --heads 8 --kv-heads 8", 16, "--tp 16 must divide num_attention_heads=8; use 1, 2, 4 or 8"),
         ("--tp 2 --ffn 687", 2, "--tp 2 must divide --ffn 687; use --ffn 686 or 688"),
         ("--sp", 1, "--sp has no effect with --tp 1"),
-        ("--schedule 2f2b", 1, "--schedule 2f2b is unknown; use gpipe or 1f1b"),
+        ("--schedule 2f2b", 1, "--schedule 2f2b is unknown; use gpipe, 1f1b, "),
         (
-            "--schedule zb-v",
-            1,
-            "--schedule zb-v can be drawn and simulated, but not run: "
-            "the executor does not run split backwards yet; use gpipe or 1f1b",
+            "--pp 3 --schedule dualpipe",
+            3,
+            "schedule dualpipe needs an even number of ranks (--pp), not 3; use 2 or 4, or dualpipev",
         ),
         ("--pp 16", 16, "--pp 16 needs at least 16 layers, the model has 8"),
         ("--pp 2 --pipeline-layout Et*3|t*4L", 2, "--pipeline-layout"),
@@ -210,7 +209,7 @@ def test_tokens_become_whole_steps() -> None:
 
 
 def test_the_folder_is_named_after_the_model(tmp_path: Path) -> None:
-    from parallax.models.presets import to_hugging_face
+    from parallax.models.hugging_face_config import to_hugging_face
 
     folder = tmp_path / "my-model"
     folder.mkdir()

@@ -18,7 +18,7 @@ from parallax.models.attention import Rows
 from parallax.models.blocks import TransformerLayer, make_norm
 from parallax.models.config import DecoderConfig
 from parallax.models.rotary import RotaryEmbedding
-from parallax.tensor_parallel.facts import ParameterFacts, initialize, replicated, update_facts
+from parallax.tensor_parallel.facts import ParameterFacts, replicated, update_facts
 from parallax.tensor_parallel.linear import ColumnParallelLinear, column_parallel
 from parallax.tensor_parallel.vocabulary import VocabParallelEmbedding, padded_vocab_size
 
@@ -143,28 +143,3 @@ class DecoderStage(nn.Module):
             return self.lm_head(hidden)
         weight = self.model.embed_tokens.weight
         return column_parallel(hidden, [weight], [None], self.tp, self.sequence_parallel)[0]
-
-
-def build_stage(
-    config: DecoderConfig,
-    spec: StageSpec,
-    *,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    tp: Group | None = None,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-) -> DecoderStage:
-    """Return a stage on `device` with the initial weights of `seed`, in fp32 rounded to `dtype`.
-
-    Layers are shaped without memory first and filled by name, so that no layout ever holds more than its own share.
-    """
-    with torch.device("meta"):
-        stage = DecoderStage(config, spec, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
-    # What nn.Module.to_empty does, without the import of torch's compiler (seconds) that it brings.
-    for module in stage.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
-    initialize(stage, seed)
-    return stage

@@ -29,8 +29,8 @@ def balance(layer_costs: Sequence[float], first_extra: float, last_extra: float,
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_layers} layers (--layers) cannot be split over {num_stages} pipeline stages (--pp), since each needs "
-            f"at least one layer; use 1 to {num_layers} stages"
+            f"{num_layers} layers (--layers) cannot be split over {num_stages} pipeline stages (--pp times the stages on "
+            f"each rank), since each needs at least one layer; use 1 to {num_layers} stages"
         )
     assert min(layer_costs) >= 0, "a layer with a negative cost"
     sums = [0.0, *accumulate(layer_costs)]

@@ -70,6 +70,11 @@ def _has_kernel(logits: torch.Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in fp32, or in fp64 if they are."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, tp: Group | None) -> torch.Tensor:
@@ -82,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
             log_sum, target = cross_entropy_forward(logits, local, columns)
         else:
             local = local.masked_fill(~here, 0).unsqueeze(-1)
-            values = logits[..., :columns].float()
+            values = _wide(logits[..., :columns])
             log_sum = torch.logsumexp(values, -1) if columns else values.new_full(labels.shape, -torch.inf)
             target = values.gather(-1, local).squeeze(-1) if columns else torch.zeros_like(log_sum)
             target = target.masked_fill(~here, 0.0)
@@ -104,7 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
             from parallax.kernels.cross_entropy.kernel import cross_entropy_backward
 
             return cross_entropy_backward(logits, local, log_sum, scale.contiguous(), ctx.columns), None, None, None
-        probabilities = (logits[..., : ctx.columns].float() - log_sum.unsqueeze(-1)).exp_()
+        probabilities = (_wide(logits[..., : ctx.columns]) - log_sum.unsqueeze(-1)).exp_()
         if ctx.columns:
             probabilities.scatter_add_(-1, local, -here.unsqueeze(-1).to(probabilities.dtype))
         probabilities.mul_(scale.unsqueeze(-1))
@@ -118,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Group | None = None
 ) -> torch.Tensor:
-    """Return the loss of every token, fp32 `[batch, seq]`; 0 where the label is -100.
+    """Return the loss of every token, fp32 (fp64 of an fp64 model) `[batch, seq]`; 0 where the label is -100.
 
     logits: `[batch, seq, padded_vocab/tp]`, this rank's columns; labels: `[batch, seq]`, the same on every tp rank.
     vocab_size: columns of the unpadded vocabulary; the width of `logits` must follow from it, so that whole logits handed

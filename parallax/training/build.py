@@ -1,41 +1,47 @@
-"""From options to a train step: this rank's stage, its gradient buckets, its optimizer, and the pipeline around them."""
+"""From options to a train step: this rank's stages, their gradient buckets, the optimizer, and the pipeline around them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from parallax.data_parallel.bucket import GradientBuckets
+from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
-from parallax.models.decoder import StageSpec, build_stage
-from parallax.pipeline.schedules import SCHEDULES
+from parallax.models.stages import build_stages
+from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
 from parallax.tensor_parallel.facts import named_parameters_with_facts
-from parallax.training.options import ParallelOptions, TrainingOptions
+from parallax.training.options import TrainingOptions
 from parallax.training.step import Objective, StageRunner, TrainStep
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def build_train_step(
     mesh: Mesh,
     model: DecoderConfig,
-    layers: list[range],
-    parallel: ParallelOptions,
+    layers: Sequence[range],
+    schedule: Schedule,
     training: TrainingOptions,
     optimizer: OptimizerOptions,
     objective: Objective,
+    *,
+    sequence_parallel: bool = False,
 ) -> TrainStep:
     """Return this rank's train step, with the initial weights of the seed; called by every rank of the world.
 
-    layers: of each pipeline stage, as `stage_ranges` gives them.
+    layers: of each pipeline stage, as `stage_ranges` gives them. schedule: of the micro-batches of a step.
     """
-    sequence_parallel = parallel.sp and mesh.tp is not None
-    stage = build_stage(
+    sequence_parallel = sequence_parallel and mesh.tp is not None
+    stages = build_stages(
         model,
-        StageSpec(layers[mesh.pp_rank], mesh.pp_rank, len(layers)),
+        layers,
+        schedule.holders,
+        mesh.pp_rank,
         seed=training.seed,
         device=mesh.device,
         dtype=DTYPES[training.precision],
@@ -43,14 +49,17 @@ def build_train_step(
         sequence_parallel=sequence_parallel,
         recompute=training.recompute,
     )
-    parameters = list(named_parameters_with_facts(stage, mesh.tp))
-    buckets = GradientBuckets(parameters, mesh, zero=optimizer.zero)
-    num_micro_batches = training.global_batch // (training.micro_batch * mesh.layout.dp)
-    schedule = SCHEDULES[parallel.schedule](mesh.layout.pp, num_micro_batches)
+    named: dict[str, NamedParameter] = {}  # a rank's stages may share the embedding
+    for stage in stages.values():
+        for entry in named_parameters_with_facts(stage, mesh.tp):
+            named.setdefault(entry[0], entry)
+    parameters = list(named.values())
+    used = {index: list(stage.parameters()) for index, stage in stages.items()}
+    buckets = GradientBuckets(parameters, mesh, zero=optimizer.zero, stages=used)
     length = training.seq_len // mesh.layout.tp if sequence_parallel else training.seq_len
     spec = ActivationSpec((training.micro_batch, length, model.hidden_size), DTYPES[training.precision])
     return TrainStep(
-        StageRunner(stage, objective, schedule, spec, mesh),
+        StageRunner(stages, objective, schedule, spec, mesh),
         parameters,
         buckets,
         ShardedAdamW(

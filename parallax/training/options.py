@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from parallax.errors import ConfigError
 from parallax.flags import named
 from parallax.mesh import Layout
-from parallax.pipeline.schedules import ALL_SCHEDULES, SCHEDULES
+from parallax.pipeline.actions import Schedule
+from parallax.pipeline.schedules import ALL_SCHEDULES, make_schedule
+from parallax.pipeline.tables import read_schedule
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,14 @@ class ParallelOptions:
     sp: Annotated[bool, named("sp", "sequence-parallel")] = False
     """Sequence parallel: between the matrices, split the sequence over the tp ranks, which saves activation memory."""
 
-    schedule: Annotated[str, named("schedule", metavar="|".join(SCHEDULES))] = "1f1b"
-    """Order of the micro-batches in the pipeline."""
+    schedule: Annotated[str, named("schedule", metavar="|".join([*ALL_SCHEDULES, "FILE.csv"]))] = "1f1b"
+    """Order of the micro-batches in the pipeline: one of ours, or a table of your own (see docs/pipeline.md)."""
+
+    chunks: Annotated[
+        int | None,
+        named("chunks", "num-virtual-stages-per-pipeline-rank", metavar="INT", default="as the schedule says"),
+    ] = None
+    """Stages on each pipeline rank, for the interleaved schedules."""
 
     pipeline_layout: Annotated[
         str | None,
@@ -66,13 +75,21 @@ class ParallelOptions:
             )
         return Layout(self.tp, self.pp, max(1, dp)), problems
 
+    def make_schedule(self, num_micro_batches: int) -> Schedule:
+        """Return the table of a step's actions; raises ConfigError if there is none for these sizes, or the file is wrong."""
+        if self.schedule in ALL_SCHEDULES:
+            return make_schedule(self.schedule, self.pp, num_micro_batches, self.chunks)
+        if not self.schedule.endswith(".csv"):
+            raise ConfigError(
+                f"--schedule {self.schedule} is unknown; use {', '.join(ALL_SCHEDULES)}, or the name of a .csv file"
+            )
+        if self.chunks is not None:
+            raise ConfigError(f"--chunks {self.chunks} goes with a schedule by name; {self.schedule} says it itself")
+        return read_schedule(self.schedule, self.pp, num_micro_batches)
+
     def check(self) -> list[str]:
         """Return what contradicts itself here, a sentence each."""
         problems = []
-        if self.schedule not in SCHEDULES:
-            record, use = ALL_SCHEDULES.get(self.schedule), f"use {' or '.join(SCHEDULES)}"
-            what = "is unknown" if record is None else f"can be drawn and simulated, but not run: {record.not_run}"
-            problems.append(f"--schedule {self.schedule} {what}; {use}")
         if self.sp and self.tp == 1:
             problems.append("--sp has no effect with --tp 1; leave it out, or use --tp 2 or more")
         return problems

@@ -1,6 +1,6 @@
 """What a run would be, before it costs anything: layout, parameters and memory per rank, bubble, traffic (--dry-run).
 
-The parameters are real ones: one rank of each pipeline stage builds its part of the model on torch's meta device, which holds
+The parameters are real ones: one rank of each pipeline rank's builds its stages on torch's meta device, which holds
 shapes and no values, so that weights, gradients and optimizer states are exact for any number of ranks. Activations follow
 the formulas of `parallax.training.memory`, times the micro-batches in flight that the schedule's simulation gives.
 
@@ -13,18 +13,17 @@ gathers its input again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import torch
 
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.data_parallel.plan import BucketKey, BucketPlan, ParameterSize, bucket_key, plan_buckets
 from parallax.mesh import Group, Layout, Replicas
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
-from parallax.models.decoder import DecoderStage, StageSpec
-from parallax.pipeline.schedules import SCHEDULES
+from parallax.models.stages import shape_stages
+from parallax.pipeline.actions import Schedule
 from parallax.pipeline.simulator import simulate
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 from parallax.tensor_parallel.vocabulary import padded_vocab_size
@@ -54,14 +53,16 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """One pipeline stage, as each of its ranks has it.
+class RankPlan:
+    """One position in the pipeline, as each of its ranks has it.
 
-    num_parameters: held by a rank, padding included. in_flight: micro-batches whose activations are held at once.
+    stages: that it holds; layers: of each of them. num_parameters: held by a rank, padding included.
+    in_flight: micro-batches, counted per stage, whose activations are held at once.
     flops_share: of the model's operations, in units of an even share.
     """
 
-    layers: range
+    stages: tuple[int, ...]
+    layers: tuple[range, ...]
     ranks: tuple[int, int]  # first and last global rank
     num_parameters: int
     in_flight: int
@@ -72,7 +73,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `make_plan` found. bubble: share of the step in which a rank waits for others, stages taken as equal."""
+    """What `make_plan` found, for each position in the pipeline.
+
+    bubble: share of the step in which a rank waits for others, stages taken as equal.
+    """
 
     config: DecoderConfig
     layout: Layout
@@ -81,7 +85,8 @@ class Plan:
     tokens_per_step: int
     flops_per_step: float
     bubble: float
-    stages: tuple[StagePlan, ...]
+    num_stages: int
+    ranks: tuple[RankPlan, ...]
 
     @property
     def num_parameters(self) -> int:
@@ -97,6 +102,8 @@ class PlannedRun(Protocol):
     def layout(self) -> Layout: ...
     @property
     def parallel(self) -> ParallelOptions: ...
+    @property
+    def schedule(self) -> Schedule: ...
     @property
     def training(self) -> TrainingOptions: ...
     @property
@@ -116,27 +123,31 @@ def make_plan(run: PlannedRun) -> Plan:
         run.training,
         run.optimizer.zero,
     )
-    ranges, num_micro_batches = run.stage_ranges, run.num_micro_batches
-    simulation = simulate(SCHEDULES[parallel.schedule](layout.pp, num_micro_batches))
+    schedule, layers, num_micro_batches = run.schedule, run.stage_ranges, run.num_micro_batches
+    simulation = simulate(schedule)
     shapes = Shapes(
         config, training.micro_batch, training.seq_len, layout.tp, parallel.sp, training.precision, training.recompute
     )
+    flops = stage_flops(config, layers, training.seq_len)
     even_share = flops_per_token(config, training.seq_len) / layout.pp
-    stages = []
-    for index, flops in enumerate(stage_flops(config, ranges, training.seq_len)):
-        spec = StageSpec(ranges[index], index, layout.pp)
-        buckets = stage_buckets(config, layout, spec, parallel.sp)
-        in_flight = simulation.peak_in_flight[index]
-        first = layout.global_rank(pp=index)
-        stages.append(
-            StagePlan(
-                layers=ranges[index],
+    ranks = []
+    for pp_rank in range(layout.pp):
+        held = schedule.stages_of(pp_rank)
+        buckets = rank_buckets(config, layout, layers, schedule.holders, pp_rank, parallel.sp)
+        chunks = Counter(action.stage for action in schedule.actions_of(pp_rank) if action.kind == "F")
+        first = layout.global_rank(pp=pp_rank)
+        ranks.append(
+            RankPlan(
+                stages=held,
+                layers=tuple(layers[stage] for stage in held),
                 ranks=(first, first + layout.dp * layout.tp - 1),
                 num_parameters=sum(place.numel for bucket in buckets for place in bucket.places),
-                in_flight=in_flight,
-                flops_share=flops / even_share,
-                memory=stage_memory(shapes, spec, buckets, in_flight, zero),
-                traffic=stage_traffic(shapes, spec, buckets, num_micro_batches, zero),
+                in_flight=simulation.peak_in_flight[pp_rank],
+                # A stage that is held twice gets a part of the micro-batches on each holder.
+                flops_share=sum(flops[stage] * count / num_micro_batches for stage, count in chunks.items())
+                / even_share,
+                memory=rank_memory(shapes, schedule, layers, pp_rank, buckets, zero),
+                traffic=rank_traffic(shapes, schedule, layers, pp_rank, buckets, zero),
             )
         )
     return Plan(
@@ -147,62 +158,101 @@ def make_plan(run: PlannedRun) -> Plan:
         tokens_per_step=training.tokens_per_step,
         flops_per_step=flops_per_token(config, training.seq_len) * training.tokens_per_step,
         bubble=sum(simulation.bubble) / (simulation.makespan * layout.pp),
-        stages=tuple(stages),
+        num_stages=schedule.num_stages,
+        ranks=tuple(ranks),
     )
 
 
-def stage_buckets(config: DecoderConfig, layout: Layout, spec: StageSpec, sequence_parallel: bool) -> list[BucketPlan]:
-    """Return the flat buckets of the first rank of a stage; those of its other ranks have the same sizes."""
-    rank = layout.global_rank(pp=spec.index)
+def rank_buckets(
+    config: DecoderConfig,
+    layout: Layout,
+    layers: Sequence[range],
+    holders: Sequence[Sequence[int]],
+    pp_rank: int,
+    sequence_parallel: bool,
+) -> list[BucketPlan]:
+    """Return the flat buckets of the first rank at a position in the pipeline; those of its others have the same sizes."""
+    rank = layout.global_rank(pp=pp_rank)
     tp = Group("tp", layout.ranks_along(["tp"], rank), 0) if layout.tp > 1 else None
-    with torch.device("meta"):
-        stage = DecoderStage(config, spec, tp=tp, sequence_parallel=sequence_parallel)
+    stages = shape_stages(config, layers, holders, pp_rank, tp=tp, sequence_parallel=sequence_parallel)
     keys: dict[tuple[Replicas, bool], BucketKey] = {}  # lists of holders are long: one for each kind of parameter
-    sizes = []
-    for name, parameter, facts in named_parameters_with_facts(stage):
-        kind = facts.replicas, facts.partial
-        if kind not in keys:
-            keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype))
-        sizes.append(ParameterSize(name, parameter.numel(), keys[kind], facts.decays))
-    return plan_buckets(sizes)
+    sizes: dict[str, ParameterSize] = {}
+    for stage in stages.values():
+        for name, parameter, facts in named_parameters_with_facts(stage):
+            kind = facts.replicas, facts.partial
+            if kind not in keys:
+                keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype))
+            sizes.setdefault(name, ParameterSize(name, parameter.numel(), keys[kind], facts.decays))
+    return plan_buckets(list(sizes.values()))
 
 
-def stage_memory(shapes: Shapes, spec: StageSpec, buckets: list[BucketPlan], in_flight: int, zero: int) -> Memory:
-    """Return what a rank of a stage holds at the fullest moment of a step."""
+def rank_memory(
+    shapes: Shapes,
+    schedule: Schedule,
+    layers: Sequence[range],
+    pp_rank: int,
+    buckets: list[BucketPlan],
+    zero: int,
+) -> Memory:
+    """Return what a rank at a position in the pipeline holds at the fullest moment of a step."""
     states = [model_state_bytes(bucket.size, len(bucket.key.holders), shapes.precision, zero) for bucket in buckets]
     weights, gradients, optimizer = (sum(column) for column in zip(*states, strict=True))
-    kept, working = len(spec.layers) * layer_activation_bytes(shapes), layer_working_bytes(shapes)
-    if spec.is_last:
-        padded = padded_vocab_size(shapes.config.vocab_size, shapes.tp)
-        kept += logits_bytes(shapes, padded)
+    last, padded = schedule.num_stages - 1, padded_vocab_size(shapes.config.vocab_size, shapes.tp)
+    kept = {
+        stage: len(layers[stage]) * layer_activation_bytes(shapes)
+        + (logits_bytes(shapes, padded) if stage == last else 0)
+        for stage in schedule.stages_of(pp_rank)
+    }
+    working = layer_working_bytes(shapes)
+    if last in kept:
         # The loss has run backward before any layer does.
         working = max(working, loss_working_bytes(shapes, padded))
-    return Memory(weights, gradients, optimizer, in_flight * kept, working)
+    held = peak = 0
+    for entry in schedule.order[pp_rank]:
+        held += sum(kept[action.stage] for action in entry.parts if action.kind == "F")
+        peak = max(peak, held)
+        held -= sum(kept[action.stage] for action in entry.parts if action.kind in ("B", "I"))
+    return Memory(weights, gradients, optimizer, peak, working)
 
 
-def stage_traffic(
-    shapes: Shapes, spec: StageSpec, buckets: list[BucketPlan], num_micro_batches: int, zero: int
+def rank_traffic(
+    shapes: Shapes,
+    schedule: Schedule,
+    layers: Sequence[range],
+    pp_rank: int,
+    buckets: list[BucketPlan],
+    zero: int,
 ) -> Traffic:
-    """Return what a rank of a stage sends in a step; numbers of a few bytes per token, as the loss's, are left out."""
+    """Return what a rank at a position in the pipeline sends in a step; a few bytes per token, as the loss's, are left out."""
     whole = shapes.num_tokens * shapes.config.hidden_size * shapes.element
-    tp_parts = len(spec.layers) * (10 if shapes.sp else 8)  # in units of an all_gather of the whole hidden state
-    if shapes.recompute == "full":
-        tp_parts += len(spec.layers) * 4  # forward's once more
-    if spec.is_first:
-        tp_parts += 2  # the embedding's all_reduce, or its reduce_scatter and the all_gather of its gradient
-    if spec.is_last:
-        tp_parts += 3 if shapes.sp else 2  # the head's input, as of any column-parallel layer
-    neighbours = (not spec.is_first) + (not spec.is_last)
+    tp_parts = messages = 0
+    for action in schedule.actions_of(pp_rank):
+        if action.kind == "F":
+            tp_parts += _gathers(shapes, len(layers[action.stage]), action.stage, schedule.num_stages)
+    for rank in range(schedule.num_ranks):
+        for action in schedule.actions_of(rank):
+            source = schedule.input_of(action)
+            messages += source is not None and rank != pp_rank and schedule.rank_of(source) == pp_rank
     dp = 0.0
     for bucket in buckets:
         holders = len(bucket.key.holders)
         second = FP32_BYTES if zero == 0 else shapes.element  # all_gather: of the gradients, or of the new weights
         dp += bucket.size * (FP32_BYTES + second) * (holders - 1) / holders
     return Traffic(
-        tp=round(num_micro_batches * tp_parts * whole * (shapes.tp - 1) / shapes.tp),
-        pp=num_micro_batches * neighbours * shapes.hidden_bytes,
-        dp=round(dp),
+        tp=round(tp_parts * whole * (shapes.tp - 1) / shapes.tp), pp=messages * shapes.hidden_bytes, dp=round(dp)
     )
+
+
+def _gathers(shapes: Shapes, num_layers: int, stage: int, num_stages: int) -> int:
+    """Return what tensor parallelism sends for one micro-batch in a stage, in all_gathers of the whole hidden state."""
+    parts = num_layers * (10 if shapes.sp else 8)
+    if shapes.recompute == "full":
+        parts += num_layers * 4  # forward's once more
+    if stage == 0:
+        parts += 2  # the embedding's all_reduce, or its reduce_scatter and the all_gather of its gradient
+    if stage == num_stages - 1:
+        parts += 3 if shapes.sp else 2  # the head's input, as of any column-parallel layer
+    return parts
 
 
 def print_plan(run: PlannedRun) -> None:
@@ -215,26 +265,26 @@ def print_plan(run: PlannedRun) -> None:
     plan = make_plan(run)
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)  # a line that is folded is easier to read than cells that are cut
-    unit, scale = ("GiB", 2**30) if max(stage.memory.total for stage in plan.stages) >= 2**31 else ("MiB", 2**20)
+    unit, scale = ("GiB", 2**30) if max(rank.memory.total for rank in plan.ranks) >= 2**31 else ("MiB", 2**20)
     for line in _summary(plan, unit, scale):
         console.print(line)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = (
-        "stage layers ranks parameters in_flight weights gradients optimizer activations working total tp pp dp".split()
-    )
+    names = "stages layers ranks parameters in_flight weights gradients optimizer activations working total tp pp dp".split()
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
-    for index, stage in enumerate(plan.stages):
-        memory, traffic = stage.memory, stage.traffic
+    for rank in plan.ranks:
+        memory, traffic = rank.memory, rank.traffic
         sizes = [
             getattr(memory, part) for part in ("weights", "gradients", "optimizer", "activations", "working", "total")
         ]
         table.add_row(
-            str(index),
-            _layers(stage.layers, index, len(plan.stages)),
-            f"{stage.ranks[0]}-{stage.ranks[1]}",
-            f"{stage.num_parameters:,}",
-            str(stage.in_flight),
+            ", ".join(map(str, rank.stages)),
+            ", ".join(
+                _layers(layers, stage, plan.num_stages) for stage, layers in zip(rank.stages, rank.layers, strict=True)
+            ),
+            f"{rank.ranks[0]}-{rank.ranks[1]}",
+            f"{rank.num_parameters:,}",
+            str(rank.in_flight),
             *(f"{size / scale:,.2f}" for size in (*sizes, traffic.tp, traffic.pp, traffic.dp)),
         )
     console.print(f"\nMemory of each rank, and what it sends in a step along tp, pp and dp, in {unit}:")
@@ -242,7 +292,7 @@ def print_plan(run: PlannedRun) -> None:
 
 
 def _summary(plan: Plan, unit: str, scale: int) -> Iterable[str]:
-    layout, stages = plan.layout, plan.stages
+    layout, ranks = plan.layout, plan.ranks
     yield f"{layout.world_size:,} ranks = tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
     strides = {"tp": 1, "dp": layout.tp, "pp": layout.tp * layout.dp}
     for axis, stride in strides.items():
@@ -250,9 +300,9 @@ def _summary(plan: Plan, unit: str, scale: int) -> Iterable[str]:
         if size > 1:
             shown = [str(rank * stride) for rank in range(min(3, size))] + (["..."] if size > 3 else [])
             yield f"  {axis}: {size} ranks, {stride} apart: {', '.join(shown)}"
-    counts = [stage.num_parameters for stage in stages]
-    totals = [stage.memory.total for stage in stages]
-    slowest = max(stage.flops_share for stage in stages)
+    counts = [rank.num_parameters for rank in ranks]
+    totals = [rank.memory.total for rank in ranks]
+    slowest = max(rank.flops_share for rank in ranks)
     yield f"parameters: {plan.num_parameters:,}; per rank {min(counts):,} to {max(counts):,}"
     yield f"memory: per rank {min(totals) / scale:,.2f} to {max(totals) / scale:,.2f} {unit}, without the framework's own"
     yield (
@@ -260,7 +310,7 @@ def _summary(plan: Plan, unit: str, scale: int) -> Iterable[str]:
         f"{plan.num_micro_batches} micro-batches"
     )
     yield (
-        f"pipeline: {plan.schedule}, bubble {plan.bubble:.1%} of the step; the slowest stage has {slowest:.2f} times its "
+        f"pipeline: {plan.schedule}, bubble {plan.bubble:.1%} of the step; the slowest rank has {slowest:.2f} times its "
         "share of the FLOPs"
     )
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig, layer_matrix_parameters
 from parallax.pipeline.split import balance, parse_layout
 
 
 def stage_ranges(
-    config: DecoderConfig, layout: Layout, pipeline_layout: str | None, sequence_length: int
+    config: DecoderConfig, num_stages: int, pipeline_layout: str | None, sequence_length: int
 ) -> list[range]:
-    """Return the layers, by global index, of each of the `layout.pp` stages, in order.
+    """Return the layers, by global index, of each of the pipeline's stages, in order.
 
     Without a pipeline layout the slowest stage is made as fast as possible, layers and head counted by their floating-point
     operations; looking up an embedding costs none worth counting.
     Raises ConfigError if `pipeline_layout` does not fit, or if there are fewer layers than stages.
     """
     if pipeline_layout is not None:
-        return parse_layout(pipeline_layout, config.num_hidden_layers, layout.pp)
+        return parse_layout(pipeline_layout, config.num_hidden_layers, num_stages)
     layer_costs = [_layer_flops(config, sequence_length)] * config.num_hidden_layers
-    return balance(layer_costs, 0.0, _head_flops(config), layout.pp)
+    return balance(layer_costs, 0.0, _head_flops(config), num_stages)
 
 
 def stage_flops(config: DecoderConfig, ranges: list[range], sequence_length: int) -> list[float]:

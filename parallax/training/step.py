@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,11 +25,12 @@ from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
 from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.mesh import Mesh
+from parallax.models.packed_rows import PackedRows
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.lower import Program
-from parallax.pipeline.schedules import forward_only
 from parallax.pipeline.transport import ActivationSpec
+from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -56,29 +58,40 @@ class StepResult:
 
 
 class StageRunner:
-    """Feeds the micro-batches of a step to this rank's stage, inside a pipeline schedule.
+    """Feeds the micro-batches of a step to this rank's stages, inside a pipeline schedule.
 
     spec: what stages hand on. `training` and `evaluating` are the programs of the schedule and of its forwards alone.
     """
 
     def __init__(
-        self, stage: nn.Module, objective: Objective, schedule: Schedule, spec: ActivationSpec, mesh: Mesh
+        self,
+        stages: Mapping[int, nn.Module],
+        objective: Objective,
+        schedule: Schedule,
+        spec: ActivationSpec,
+        mesh: Mesh,
     ) -> None:
-        self.stage, self.objective, self.mesh = stage, objective, mesh
-        index, count = mesh.pp_rank, schedule.num_stages
-        self.is_first, self.is_last = index == 0, index == count - 1
-        self.executor = PipelineExecutor(schedule, mesh.pp, {index: self._forward}, spec, mesh.device)
+        self.stages, self.objective, self.mesh = dict(stages), objective, mesh
+        weights = WeightQueue()
+        for stage in stages.values():
+            attach_queue(stage, weights)
+        last = schedule.num_stages - 1
+        forwards = {index: partial(self._forward, stage, index == 0, index == last) for index, stage in stages.items()}
+        self.executor = PipelineExecutor(schedule, mesh.pp, forwards, spec, mesh.device, weights=weights)
         self.training = self.executor.program
-        self.evaluating = self.executor.prepare(forward_only(count, schedule.num_micro_batches))
+        self.evaluating = self.executor.prepare(schedule.forwards())
         self._batches: Sequence[Batch] = ()
+        self._rows: Sequence[PackedRows | None] = ()
         self._weight = torch.ones(())
 
-    def _forward(self, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+    def _forward(
+        self, stage: nn.Module, is_first: bool, is_last: bool, hidden: torch.Tensor | None, micro_batch: int
+    ) -> torch.Tensor:
         batch = self._batches[micro_batch]
-        if self.is_first:
+        if is_first:
             hidden = batch["input_ids"]
-        output = self.stage(hidden)
-        if not self.is_last:
+        output = stage(hidden, self._rows[micro_batch])
+        if not is_last:
             return output
         loss_sum, _ = self.objective.loss(output, batch)
         return loss_sum / self._weight
@@ -107,8 +120,9 @@ class StageRunner:
         weight: what each micro-batch's summed loss is divided by.
         """
         self._batches, self._weight = batches, weight
+        self._rows = [PackedRows.from_batch(batch) for batch in batches]
         losses = self.executor.run(program, before_last_backward)
-        self._batches = ()
+        self._batches = self._rows = ()
         # Every tp rank of the last stage computes the same loss.
         if not losses or self.mesh.tp_rank != 0:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -134,7 +148,7 @@ class TrainStep:
             self.runner.training,
             batches,
             weight,
-            before_last_backward=lambda stage: self.buckets.expect_last_backward(),
+            before_last_backward=self.buckets.expect_last_backward,
         )
         self.buckets.finish()
         totals = all_reduce_(torch.stack([local_squared_norm(self.buckets), loss]), self.mesh.world)

@@ -11,9 +11,10 @@ from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
 from parallax.objectives.next_token import NextToken
+from parallax.pipeline.schedules import make_schedule
 from parallax.training.build import build_train_step
 from parallax.training.lr import LearningRateOptions, learning_rate
-from parallax.training.options import ParallelOptions, TrainingOptions
+from parallax.training.options import TrainingOptions
 from parallax.training.stages import stage_ranges
 from parallax.training.step import TrainStep
 
@@ -52,6 +53,7 @@ class Case:
     zero: int = 1
     sp: bool = False
     schedule: str = "1f1b"
+    chunks: int | None = None
     micro_batch: int = 2
     global_batch: int = 8
     seq_len: int = 16
@@ -63,7 +65,16 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same training in its plainest form."""
-        return replace(self, zero=0, sp=False, schedule="1f1b", micro_batch=2, recompute="none", pipeline_layout=None)
+        return replace(
+            self,
+            zero=0,
+            sp=False,
+            schedule="1f1b",
+            chunks=None,
+            micro_batch=2 - self.global_batch % 2,
+            recompute="none",
+            pipeline_layout=None,
+        )
 
 
 def build(mesh: Mesh, case: Case) -> TrainStep:
@@ -77,12 +88,12 @@ def build(mesh: Mesh, case: Case) -> TrainStep:
         recompute=case.recompute,
         seed=5,
     )
-    parallel = ParallelOptions(
-        tp=mesh.layout.tp, pp=mesh.layout.pp, dp=mesh.layout.dp, sp=case.sp, schedule=case.schedule
-    )
-    layers = stage_ranges(case.model, mesh.layout, case.pipeline_layout, case.seq_len)
+    micro_batches = case.global_batch // (case.micro_batch * mesh.layout.dp)
+    schedule = make_schedule(case.schedule, mesh.layout.pp, micro_batches, case.chunks)
+    layers = stage_ranges(case.model, schedule.num_stages, case.pipeline_layout, case.seq_len)
     objective = NextToken(case.model.vocab_size, mesh.tp)
-    return build_train_step(mesh, case.model, layers, parallel, training, OptimizerOptions(zero=case.zero), objective)
+    options = OptimizerOptions(zero=case.zero)
+    return build_train_step(mesh, case.model, layers, schedule, training, options, objective, sequence_parallel=case.sp)
 
 
 def loader_of(mesh: Mesh, case: Case) -> BatchLoader:

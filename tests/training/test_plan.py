@@ -33,7 +33,7 @@ def plan_of(words: str) -> Plan:
 
 def test_one_rank_holds_the_whole_model() -> None:
     plan = plan_of("--model gpt2-124m --seq-len 1024")
-    (stage,) = plan.stages
+    (stage,) = plan.ranks
     padding = (50304 - 50257) * 768
     assert stage.num_parameters == num_parameters(plan.config) + padding
     assert plan.bubble == 0
@@ -46,7 +46,14 @@ def held_by_a_rank(mesh: Mesh, words: str) -> dict[str, int]:
     config = config_of(words)
     objective = NextToken(config.model_config.vocab_size, mesh.tp)
     step = build_train_step(
-        mesh, config.model_config, config.stage_ranges, config.parallel, config.training, config.optimizer, objective
+        mesh,
+        config.model_config,
+        config.stage_ranges,
+        config.schedule,
+        config.training,
+        config.optimizer,
+        objective,
+        sequence_parallel=config.parallel.sp,
     )
     buckets = step.buckets.buckets
     names = [place.name for bucket in buckets for place in bucket.plan.places]
@@ -78,18 +85,18 @@ def test_model_states_are_exactly_what_a_run_allocates() -> None:
     plans = [plan_of(words) for words in CASES]
     for rank, row in enumerate(run_layout(plans[0].layout, held_in_all_cases)):
         for plan, held in zip(plans, row, strict=True):
-            memory = plan.stages[plan.layout.coordinates(rank)["pp"]].memory
+            memory = plan.ranks[plan.layout.coordinates(rank)["pp"]].memory
             assert held == {name: getattr(memory, name) for name in held}
 
 
 def test_tied_embeddings_are_held_by_the_first_and_the_last_stage() -> None:
     plan = plan_of("--model llama-1b --pp 4 --global-batch 16")
     doubled = 128256 * 2048
-    assert sum(stage.num_parameters for stage in plan.stages) == num_parameters(plan.config) + doubled
+    assert sum(stage.num_parameters for stage in plan.ranks) == num_parameters(plan.config) + doubled
 
 
 def test_sharded_states_shrink_with_data_parallelism_and_the_rest_does_not() -> None:
-    one, eight = (plan_of(f"--model gpt2-124m --dp {dp} --global-batch 16").stages[0].memory for dp in (1, 8))
+    one, eight = (plan_of(f"--model gpt2-124m --dp {dp} --global-batch 16").ranks[0].memory for dp in (1, 8))
     assert eight.optimizer == pytest.approx(one.optimizer / 8, rel=1e-3)
     assert eight.weights == pytest.approx(one.weights, rel=1e-3)
 
@@ -103,18 +110,18 @@ def test_the_bubble_is_the_published_one(pp: int, batch: int, key: str, schedule
 
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
     words = f"{SMALL} --pp 4 --micro-batch 1 --global-batch 8"
-    assert [stage.in_flight for stage in plan_of(words).stages] == [4, 3, 2, 1]
-    assert [stage.in_flight for stage in plan_of(f"{words} --schedule gpipe").stages] == [8, 8, 8, 8]
+    assert [stage.in_flight for stage in plan_of(words).ranks] == [4, 3, 2, 1]
+    assert [stage.in_flight for stage in plan_of(f"{words} --schedule gpipe").ranks] == [8, 8, 8, 8]
 
 
 def test_traffic_is_that_of_the_published_formulas() -> None:
     """8 b s h (t - 1) / t elements per layer and micro-batch along tp, b s h per boundary along pp, 2 N along dp."""
     plan = plan_of(f"{SMALL} --tp 2 --pp 4 --dp 2 --micro-batch 1 --global-batch 8 --zero 0")
-    middle = plan.stages[1]
-    hidden, micro_batches, layers = 16 * 32 * 4, 4, len(middle.layers)
+    middle = plan.ranks[1]
+    hidden, micro_batches, layers = 16 * 32 * 4, 4, len(middle.layers[0])
     assert middle.traffic.tp == micro_batches * layers * 8 * hidden // 2
     assert middle.traffic.pp == micro_batches * 2 * hidden
-    assert plan.stages[0].traffic.pp == plan.stages[3].traffic.pp == micro_batches * hidden
+    assert plan.ranks[0].traffic.pp == plan.ranks[3].traffic.pp == micro_batches * hidden
     elements = middle.memory.gradients // 4
     tp_replicated = layers * 2 * 32  # the norms are summed over 4 holders, everything else over the 2 of dp
     assert middle.traffic.dp == 4 * round(2 * (elements - tp_replicated) / 2 + 2 * tp_replicated * 3 / 4)
@@ -122,7 +129,7 @@ def test_traffic_is_that_of_the_published_formulas() -> None:
 
 def test_sequence_parallelism_sends_less_between_stages() -> None:
     words = f"{SMALL} --tp 2 --pp 2 --micro-batch 1 --global-batch 4"
-    plain, split = plan_of(words).stages[0], plan_of(f"{words} --sp").stages[0]
+    plain, split = plan_of(words).ranks[0], plan_of(f"{words} --sp").ranks[0]
     assert split.traffic.pp == plain.traffic.pp // 2
     assert split.memory.activations < plain.memory.activations
 
@@ -136,13 +143,13 @@ def test_the_largest_model_on_16384_ranks_takes_seconds() -> None:
     assert time.perf_counter() - started < 10
     assert plan.layout.dp == 128
     assert plan.tokens_per_step == 2**24  # as published: 16M
-    assert plan.stages[3].ranks == (3 * 1024, 4 * 1024 - 1)
+    assert plan.ranks[3].ranks == (3 * 1024, 4 * 1024 - 1)
     # Every tp rank holds all norms: two of each layer, and the last one. Embedding and head are padded by half a 64 * 8.
     replicated, padding = (2 * 126 + 1) * 16384, 2 * 256 * 16384
     assert (
-        sum(stage.num_parameters for stage in plan.stages) * 8 == num_parameters(plan.config) + 7 * replicated + padding
+        sum(stage.num_parameters for stage in plan.ranks) * 8 == num_parameters(plan.config) + 7 * replicated + padding
     )
-    assert max(stage.memory.total for stage in plan.stages) < 80 * 2**30  # it ran on such GPUs
+    assert max(stage.memory.total for stage in plan.ranks) < 80 * 2**30  # it ran on such GPUs
 
 
 def test_the_plan_is_printed_whole_by_one_rank(

@@ -60,7 +60,7 @@ def _loss_by_hand(mesh: Mesh) -> tuple[float, float]:
     step = build(mesh, Case(micro_batch=1, global_batch=4))
     samples = _samples()
     with torch.no_grad():
-        logits = step.runner.stage(samples["input_ids"])[..., : SMALL.vocab_size]
+        logits = step.runner.stages[0](samples["input_ids"])[..., : SMALL.vocab_size]
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten())
     batches = [{name: tensor[i : i + 1] for name, tensor in samples.items()} for i in range(4)]
     return step(batches, 1e-2).loss.item(), expected.item()
