@@ -10,7 +10,7 @@ optimizer, gradient norm and checkpoint need nothing else. docs/models.md shows 
 from parallax.models.attention import ParallelAttention, Rows, causal_attention
 from parallax.models.blocks import TransformerLayer, make_norm
 from parallax.models.config import DecoderConfig
-from parallax.models.decoder import DecoderStage, PositionEmbedding, StageSpec, build_stage
+from parallax.models.decoder import DecoderStage, PositionEmbedding, StageSpec
 from parallax.models.mlp import ParallelMLP
 from parallax.models.packed_rows import PackedRows
 from parallax.models.rotary import RotaryEmbedding
@@ -55,7 +55,6 @@ __all__ = [
     "TransformerLayer",
     "VocabParallelEmbedding",
     "apply_together",
-    "build_stage",
     "causal_attention",
     "column_parallel",
     "initialize",

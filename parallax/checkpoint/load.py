@@ -21,7 +21,7 @@ from parallax.checkpoint.safetensors_file import parse_json
 from parallax.checkpoint.verify import check_contents, check_files, files_to_verify
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
-from parallax.models.presets import to_hugging_face
+from parallax.models.hugging_face_config import to_hugging_face
 
 # Fields of config.json that say nothing of what the trained model computes, or that the shapes of its tensors say.
 _FREE_FIELDS = {"architectures", "initializer_range", "torch_dtype", "max_position_embeddings", "n_positions"}

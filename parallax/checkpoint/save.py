@@ -39,7 +39,7 @@ from parallax.checkpoint.transfer import LocalTensors, transfer
 from parallax.collectives import barrier
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
-from parallax.models.presets import to_hugging_face
+from parallax.models.hugging_face_config import to_hugging_face
 
 
 def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Mesh) -> Path:

@@ -5,7 +5,7 @@ import torch
 
 from parallax.models.decoder import DecoderStage
 from parallax.models.hugging_face import hugging_face_tensors
-from parallax.models.presets import from_hugging_face, to_hugging_face
+from parallax.models.hugging_face_config import from_hugging_face, to_hugging_face
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference; install the test extra")
 
