@@ -31,6 +31,7 @@ from parallax.models.config import DecoderConfig
 from parallax.models.options import ModelOptions, resolve_model
 from parallax.models.presets import PRESETS
 from parallax.pipeline.actions import Schedule
+from parallax.pipeline.split import count_layers
 from parallax.training.lr import LearningRateOptions
 from parallax.training.options import ParallelOptions, RunOptions, TrainingOptions
 from parallax.training.stages import stage_ranges
@@ -100,8 +101,8 @@ class PretrainConfig(PretrainOptions):
     @property
     def stage_ranges(self) -> list[range]:
         """The layers of each pipeline stage."""
-        stages = self.schedule.num_stages
-        return stage_ranges(self.model_config, stages, self.parallel.pipeline_layout, self.training.seq_len)
+        text, length = self.parallel.pipeline_layout, self.training.seq_len
+        return stage_ranges(self.model_config, self.schedule.num_stages, text, length, self.layout.pp)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -227,7 +228,11 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
     assert training.steps is not None
     data_problems = check_data(options.data)
     tokenizer_size, tokenizer_problems = (None, []) if data_problems else _tokenizer_size(options.data)
-    model, model_problems = resolve_model(options.model, tokenizer_size, training.seq_len)
+    model_options = options.model
+    if options.parallel.pipeline_layout is not None and model_options == ModelOptions():
+        # Nothing else says how deep the model is.
+        model_options = replace(model_options, layers=count_layers(options.parallel.pipeline_layout))
+    model, model_problems = resolve_model(model_options, tokenizer_size, training.seq_len)
     problems += options.learning_rate.check(training.steps, model.hidden_size if model is not None else None)
     problems += options.optimizer.check() + data_problems + tokenizer_problems + model_problems
     if model is not None:
@@ -238,7 +243,7 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
         raise ConfigError(problems)
     return PretrainConfig(
         parallel=replace(options.parallel, dp=layout.dp),
-        model=options.model,
+        model=model_options,
         data=options.data,
         training=training,
         learning_rate=options.learning_rate.resolved(training.steps, model.hidden_size),
@@ -266,7 +271,7 @@ def _check_stages(model: DecoderConfig, layout: Layout, options: PretrainOptions
         return problems
     try:
         schedule = options.parallel.make_schedule(training.global_batch // (training.micro_batch * layout.dp))
-        stage_ranges(model, schedule.num_stages, text, training.seq_len)
+        stage_ranges(model, schedule.num_stages, text, training.seq_len, layout.pp)
     except ConfigError as error:
         return error.problems
     return []

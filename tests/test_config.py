@@ -117,7 +117,7 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
             "schedule dualpipe needs an even number of ranks (--pp), not 3; use 2 or 4, or dualpipev",
         ),
         ("--pp 16", 16, "--pp 16 needs at least 16 layers, the model has 8"),
-        ("--pp 2 --pipeline-layout Et*3|t*4L", 2, "--pipeline-layout"),
+        ("--pp 2 --layers 8 --pipeline-layout Et*3|t*4L", 2, "--pipeline-layout"),
         (
             "--global-batch 15",
             1,

@@ -84,12 +84,17 @@ class ParallelAttention(nn.Module):
         self.rotary, self.recompute = rotary, recompute
 
     def forward(self, hidden: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-        query, key, value = apply_together(hidden, self.q_proj, self.k_proj, self.v_proj)
+        return self.o_proj(self._mixed(hidden, rows))
+
+    def part(self, hidden: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+        """Return this rank's part of the sum over tp, without bias; `hidden` and the result are whole sequences."""
+        return self.o_proj.part(self._mixed(hidden, rows, communicate=False))
+
+    def _mixed(self, hidden: torch.Tensor, rows: Rows | None, communicate: bool = True) -> torch.Tensor:
+        query, key, value = apply_together(hidden, self.q_proj, self.k_proj, self.v_proj, communicate=communicate)
         if self.recompute and torch.is_grad_enabled():
-            mixed = checkpoint(self._core, query, key, value, rows, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = self._core(query, key, value, rows)
-        return self.o_proj(mixed)
+            return checkpoint(self._core, query, key, value, rows, use_reentrant=False, preserve_rng_state=False)
+        return self._core(query, key, value, rows)
 
     def _core(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """`[batch, seq, heads/tp * head_dim]` three times to once."""

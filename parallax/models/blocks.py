@@ -15,6 +15,7 @@ from parallax.models.config import DecoderConfig
 from parallax.models.mlp import ParallelMLP
 from parallax.models.rotary import RotaryEmbedding
 from parallax.tensor_parallel.norm import LayerNorm, RMSNorm
+from parallax.tensor_parallel.segments import Segment, Tensors, into_columns, out_of_rows
 
 
 class TransformerLayer(nn.Module):
@@ -35,7 +36,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         config = config.resolved()
-        self.recompute = recompute
+        self.recompute, self.tp, self.sequence_parallel = recompute, tp, sequence_parallel
         if config.positions == "rotary" and rotary is None:
             rotary = RotaryEmbedding(config)
         self.input_layernorm = make_norm(config, tp, sequence_parallel)
@@ -73,6 +74,36 @@ class TransformerLayer(nn.Module):
     def _layer(self, hidden: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rows)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def segments(self, rows: Rows | None = None) -> list[Segment]:
+        """Return the layer cut where it communicates over tp; whole if that, or recomputing it whole, leaves nothing to cut."""
+        if self.tp is None or self.recompute == "full":
+            return [Segment(lambda hidden: (self(hidden, rows),))]
+
+        def before_attention(hidden: torch.Tensor) -> Tensors:
+            return self.input_layernorm(hidden), hidden
+
+        def attention(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
+            return self.self_attn.part(normed, rows), hidden
+
+        def between(mixed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
+            hidden = hidden + self.self_attn.o_proj.add_bias(mixed)
+            return self.post_attention_layernorm(hidden), hidden
+
+        def mlp(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
+            return self.mlp.part(normed), hidden
+
+        def after_mlp(fed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
+            return (hidden + self.mlp.down_proj.add_bias(fed),)
+
+        where = self.tp, self.sequence_parallel
+        return [
+            into_columns(before_attention, *where),
+            out_of_rows(attention, *where),
+            into_columns(between, *where),
+            out_of_rows(mlp, *where),
+            Segment(after_mlp),
+        ]
 
 
 def make_norm(config: DecoderConfig, tp: Group | None, sequence_parallel: bool) -> nn.Module:

@@ -20,6 +20,7 @@ from parallax.models.config import DecoderConfig
 from parallax.models.rotary import RotaryEmbedding
 from parallax.tensor_parallel.facts import ParameterFacts, replicated, update_facts
 from parallax.tensor_parallel.linear import ColumnParallelLinear, column_parallel
+from parallax.tensor_parallel.segments import Segment, into_columns
 from parallax.tensor_parallel.vocabulary import VocabParallelEmbedding, padded_vocab_size
 
 
@@ -129,17 +130,29 @@ class DecoderStage(nn.Module):
 
     def forward(self, input: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """rows: what the rows of the batch hold, whole sequences on every rank; None: one text each, from position 0."""
-        hidden = input
-        if self.spec.is_first:
-            hidden = self.model.embed_tokens(input)
-            if self.config.positions == "learned":
-                hidden = self.model.embed_positions(hidden, None if rows is None else rows.positions)
+        hidden = self._embedded(input, rows) if self.spec.is_first else input
         for layer in self.model.layers.values():
             hidden = layer(hidden, rows)
         if not self.spec.is_last:
             return hidden
-        hidden = self.model.norm(hidden)
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        weight = self.model.embed_tokens.weight
-        return column_parallel(hidden, [weight], [None], self.tp, self.sequence_parallel)[0]
+        return self._logits(self.model.norm(hidden))
+
+    def segments(self, input_ids: torch.Tensor, rows: Rows | None = None) -> list[Segment]:
+        """Return the same computation cut where it communicates over tp; the first stage ignores its input for `input_ids`."""
+        segments = [segment for layer in self.model.layers.values() for segment in layer.segments(rows)]
+        if self.spec.is_first:
+            segments.insert(0, Segment(lambda _: (self._embedded(input_ids, rows),)))
+        if self.spec.is_last:
+            segments.append(into_columns(lambda hidden: (self.model.norm(hidden),), self.tp, self.sequence_parallel))
+            segments.append(Segment(lambda hidden: (self._logits(hidden, communicate=False),)))
+        return segments
+
+    def _embedded(self, input_ids: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        hidden = self.model.embed_tokens(input_ids)
+        if self.config.positions == "learned":
+            hidden = self.model.embed_positions(hidden, None if rows is None else rows.positions)
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor:
+        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return column_parallel(hidden, [head], [None], self.tp if communicate else None, self.sequence_parallel)[0]

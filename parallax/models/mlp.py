@@ -65,7 +65,15 @@ class ParallelMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **shared)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self._features(hidden))
+
+    def part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum over tp, without bias; `hidden` and the result are whole sequences."""
+        return self.down_proj.part(self._features(hidden, communicate=False))
+
+    def _features(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor:
         if self.gate_proj is None:
-            return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))
-        gate, up = apply_together(hidden, self.gate_proj, self.up_proj)
-        return self.down_proj(_swiglu(gate, up))
+            (up,) = apply_together(hidden, self.up_proj, communicate=communicate)
+            return F.gelu(up, approximate="tanh")
+        gate, up = apply_together(hidden, self.gate_proj, self.up_proj, communicate=communicate)
+        return _swiglu(gate, up)

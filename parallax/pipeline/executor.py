@@ -9,7 +9,7 @@ process with one stage runs the same loop: gradient accumulation.
 
 A split backward (I, then W) puts off what the stage's parallel layers hand to `weights`, the queue that their sinks were
 attached to (parallax.tensor_parallel.weight_gradients); all else is computed in I. A pair takes its forward and its backward in
-turn, segment by segment, if the stage has a method `segments(micro_batch)` (parallax.pipeline.segments); otherwise one
+turn, segment by segment, if the stage has a method `segments(micro_batch)` (parallax.tensor_parallel.segments); otherwise one
 after the other.
 
 What a rank keeps of a forward is its input and the edge of the autograd graph at its output. The output itself is gone
@@ -31,8 +31,9 @@ from parallax.mesh import Group, rank_of, size_of
 from parallax.pipeline.actions import Action, Pair, Schedule
 from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
-from parallax.pipeline.segments import Segment, Steps, Trace, alone, backward_steps, forward_steps, in_turn
+from parallax.pipeline.segments import Steps, Trace, alone, backward_steps, forward_steps, in_turn
 from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
+from parallax.tensor_parallel.segments import Segment
 from parallax.tensor_parallel.weight_gradients import WeightQueue
 
 Stage = Callable[[torch.Tensor | None, int], torch.Tensor]

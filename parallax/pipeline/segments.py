@@ -1,9 +1,6 @@
-"""A stage as segments with communication between them, run by generators, so that two chunks can take turns.
+"""Stages in segments with communication between them, run by generators, so that two chunks can take turns.
 
-    input -> compute -> (communicate) -> compute -> (communicate) -> compute -> output
-
-A segment computes on this rank alone; what comes between two segments is a collective of the forward, one of the backward, or
-both. The generators yield each time a collective has been started: whoever drives them does the other chunk's next segment
+The generators yield each time a collective has been started: whoever drives them does the other chunk's next segment
 meanwhile. That is how a pair of a forward and a backward hides the communication of both, in one thread, with NCCL and with
 gloo alike (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, cuts layers up like this for its pairs).
 
@@ -12,36 +9,19 @@ Each segment has its own small autograd graph, entered at detached inputs. A sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallax.collectives import Pending
+from parallax.tensor_parallel.segments import Arriving, Segment
 from parallax.tensor_parallel.weight_gradients import WeightQueue
 
-Tensors = tuple[torch.Tensor, ...]
-Communicate = Callable[[torch.Tensor], tuple[torch.Tensor, Pending]]
 Result = TypeVar("Result")
 Other = TypeVar("Other")
-Steps = Generator[Pending, None, Result]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Computing, and what is communicated after it.
-
-    compute: tensors to tensors; the first segment's get the stage's input (None on the first stage), the last one's
-        return the stage's output alone.
-    forward: starts to communicate the first of the results, and gives what takes its place and what to wait for.
-    backward: the same for the gradient of what `forward` gave; its result is the gradient of the first result.
-    """
-
-    compute: Callable[..., Tensors]
-    forward: Communicate | None = None
-    backward: Communicate | None = None
+Steps = Generator[None, None, Result]
 
 
 @dataclass
@@ -80,10 +60,9 @@ def forward_steps(
         tensors = tuple(output.detach() for output in outputs)
         del outputs
         if segment.forward is not None:
-            first, pending = segment.forward(tensors[0])
-            yield pending
-            pending.wait()
-            tensors = (first, *tensors[1:])
+            arriving = segment.forward(tensors[0])
+            yield
+            tensors = (arriving.wait(), *tensors[1:])
     (output,) = tensors
     assert output is not None
     return output, trace if train else None
@@ -100,15 +79,14 @@ def backward_steps(
     gradients: tuple[torch.Tensor | None, ...] = (gradient,)
     defers = split or len(trace.segments) > 1
     for segment in reversed(trace.segments):
-        pending = None
+        arriving: Arriving | None = None
         if segment.backward is not None and gradients[0] is not None:
-            first, pending = segment.backward(gradients[0])
-            gradients = (first, *gradients[1:])
+            arriving = segment.backward(gradients[0])
         if not split:
             queue.run(chunk)
-        if pending is not None:
-            yield pending
-            pending.wait()
+        if arriving is not None:
+            yield
+            gradients = (arriving.wait(), *gradients[1:])
         roots, inputs = trace.roots.pop(), trace.inputs.pop()
         if defers:
             with queue.deferring(chunk):

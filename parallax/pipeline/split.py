@@ -76,8 +76,10 @@ def _plan(
     return rest[0], ends
 
 
-def parse_layout(text: str, num_layers: int, num_stages: int) -> list[range]:
+def parse_layout(text: str, num_layers: int, num_stages: int, num_ranks: int | None = None) -> list[range]:
     """Read Megatron's layout string (--pipeline-layout), such as `Et*3|t*3|(t|)*2t*2L` or `E|t*6|L`.
+
+    It describes every stage, or, where a rank has several, `num_ranks` parts, each of which is then cut evenly.
 
     E is the embedding, t a decoder layer, L the head with the loss; `|` goes to the next stage; `x*3` and `(...)*3`
     repeat one letter or a group; commas and spaces mean nothing. A stage may hold no decoder layer if it holds E or L.
@@ -89,10 +91,12 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> list[range]:
 
     stages = _write_out(text, wrong).split("|")
     flat = "".join(stages)
-    if len(stages) != num_stages:
-        raise wrong(
-            f"it describes {len(stages)} stages and {num_stages} are asked for (--pp); put {num_stages - 1} '|' in it"
-        )
+    num_ranks = num_ranks or num_stages
+    if len(stages) not in (num_stages, num_ranks):
+        asked = f"{num_stages} are asked for (--pp)"
+        if num_ranks != num_stages:
+            asked = f"the schedule has {num_stages} on {num_ranks} ranks (--pp); describe {num_stages}, or {num_ranks} parts"
+        raise wrong(f"it describes {len(stages)} stages and {asked}; put {num_stages - 1} '|' in it")
     if flat.count("E") != 1 or flat[0] != "E":
         raise wrong("it must begin with E, the embedding, and have it only there")
     if flat.count("L") != 1 or flat[-1] != "L":
@@ -101,8 +105,21 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> list[range]:
         raise wrong(f"it places {flat.count('t')} decoder layers (t) and the model has {num_layers} (--layers)")
     if "" in stages:
         raise wrong(f"stage {stages.index('')} is empty; a stage needs a layer (t), or E or L in place of one")
-    ends = list(accumulate(stage.count("t") for stage in stages))
+    cuts = num_stages // len(stages)
+    counts = [stage.count("t") for stage in stages]
+    if cuts > 1 and min(counts) < cuts:
+        raise wrong(f"each of its {num_ranks} parts is cut into {cuts} stages, so it needs {cuts} layers (t) or more")
+    # Earlier stages get what is left over: the last one has the head.
+    ends = list(accumulate(count // cuts + (cut < count % cuts) for count in counts for cut in range(cuts)))
     return [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def count_layers(text: str) -> int | None:
+    """Return how many decoder layers a layout string places; None if it cannot be read."""
+    try:
+        return _write_out(text, ConfigError).count("t")
+    except ConfigError:
+        return None
 
 
 def _write_out(text: str, wrong: Callable[[str], ConfigError]) -> str:

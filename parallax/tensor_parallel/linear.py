@@ -152,10 +152,16 @@ def column_parallel(
     return _ColumnParallel.apply(input, tp, sequence_parallel, *weights, *biases)
 
 
-def apply_together(input: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tensor, ...]:
-    """Apply layers to the same input with one communication each way; each gives its `[batch, seq, out/tp]`."""
+def apply_together(
+    input: torch.Tensor, *layers: ColumnParallelLinear, communicate: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Apply layers to the same input with one communication each way; each gives its `[batch, seq, out/tp]`.
+
+    communicate: False where the caller brings the whole input, and sums its gradient over tp (parallax.tensor_parallel.segments).
+    """
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    return column_parallel(input, weights, biases, layers[0].tp, layers[0].sequence_parallel)
+    tp = layers[0].tp if communicate else None
+    return column_parallel(input, weights, biases, tp, layers[0].sequence_parallel)
 
 
 def _reset(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
@@ -249,7 +255,13 @@ class RowParallelLinear(nn.Module):
         _reset(self.weight, self.bias, std)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = _RowParallel.apply(input, self.tp, self.sequence_parallel, self.weight)
+        return self.add_bias(_RowParallel.apply(input, self.tp, self.sequence_parallel, self.weight))
+
+    def part(self, input: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum over tp, `[batch, seq, out]`, for callers that communicate and add the bias."""
+        return _RowParallel.apply(input, None, False, self.weight)
+
+    def add_bias(self, output: torch.Tensor) -> torch.Tensor:
         return output if self.bias is None else output + self.bias
 
 

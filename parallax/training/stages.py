@@ -7,7 +7,11 @@ from parallax.pipeline.split import balance, parse_layout
 
 
 def stage_ranges(
-    config: DecoderConfig, num_stages: int, pipeline_layout: str | None, sequence_length: int
+    config: DecoderConfig,
+    num_stages: int,
+    pipeline_layout: str | None,
+    sequence_length: int,
+    num_ranks: int | None = None,
 ) -> list[range]:
     """Return the layers, by global index, of each of the pipeline's stages, in order.
 
@@ -16,7 +20,7 @@ def stage_ranges(
     Raises ConfigError if `pipeline_layout` does not fit, or if there are fewer layers than stages.
     """
     if pipeline_layout is not None:
-        return parse_layout(pipeline_layout, config.num_hidden_layers, num_stages)
+        return parse_layout(pipeline_layout, config.num_hidden_layers, num_stages, num_ranks)
     layer_costs = [_layer_flops(config, sequence_length)] * config.num_hidden_layers
     return balance(layer_costs, 0.0, _head_flops(config), num_stages)
 

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from parallax.collectives import all_reduce_
 from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
 from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.mesh import Mesh
+from parallax.models.decoder import DecoderStage
 from parallax.models.packed_rows import PackedRows
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.lower import Program
 from parallax.pipeline.transport import ActivationSpec
+from parallax.tensor_parallel.segments import Segment, merged
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
 
 Batch = Mapping[str, torch.Tensor]
@@ -57,6 +57,32 @@ class StepResult:
     weight: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _StageFunction:
+    """One stage as the pipeline sees it: the first finds its tokens by the micro-batch, the last gives the loss."""
+
+    runner: StageRunner
+    stage: DecoderStage
+    is_first: bool
+    is_last: bool
+
+    def __call__(self, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+        batch = self.runner.batches[micro_batch]
+        output = self.stage(batch["input_ids"] if self.is_first else hidden, self.runner.rows[micro_batch])
+        return self._loss(output, batch) if self.is_last else output
+
+    def segments(self, micro_batch: int) -> list[Segment]:
+        batch = self.runner.batches[micro_batch]
+        segments = self.stage.segments(batch["input_ids"], self.runner.rows[micro_batch])
+        if self.is_last:
+            segments.append(Segment(lambda logits: (self._loss(logits, batch),)))
+        return merged(segments)
+
+    def _loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        loss_sum, _ = self.runner.objective.loss(logits, batch)
+        return loss_sum / self.runner.weight
+
+
 class StageRunner:
     """Feeds the micro-batches of a step to this rank's stages, inside a pipeline schedule.
 
@@ -65,7 +91,7 @@ class StageRunner:
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, DecoderStage],
         objective: Objective,
         schedule: Schedule,
         spec: ActivationSpec,
@@ -76,25 +102,15 @@ class StageRunner:
         for stage in stages.values():
             attach_queue(stage, weights)
         last = schedule.num_stages - 1
-        forwards = {index: partial(self._forward, stage, index == 0, index == last) for index, stage in stages.items()}
-        self.executor = PipelineExecutor(schedule, mesh.pp, forwards, spec, mesh.device, weights=weights)
+        functions = {
+            index: _StageFunction(self, stage, index == 0, index == last) for index, stage in self.stages.items()
+        }
+        self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights)
         self.training = self.executor.program
         self.evaluating = self.executor.prepare(schedule.forwards())
-        self._batches: Sequence[Batch] = ()
-        self._rows: Sequence[PackedRows | None] = ()
-        self._weight = torch.ones(())
-
-    def _forward(
-        self, stage: nn.Module, is_first: bool, is_last: bool, hidden: torch.Tensor | None, micro_batch: int
-    ) -> torch.Tensor:
-        batch = self._batches[micro_batch]
-        if is_first:
-            hidden = batch["input_ids"]
-        output = stage(hidden, self._rows[micro_batch])
-        if not is_last:
-            return output
-        loss_sum, _ = self.objective.loss(output, batch)
-        return loss_sum / self._weight
+        self.batches: Sequence[Batch] = ()  # of the step that is under way
+        self.rows: Sequence[PackedRows | None] = ()
+        self.weight = torch.ones(())
 
     def on_device(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return the micro-batches on this rank's device."""
@@ -119,10 +135,10 @@ class StageRunner:
 
         weight: what each micro-batch's summed loss is divided by.
         """
-        self._batches, self._weight = batches, weight
-        self._rows = [PackedRows.from_batch(batch) for batch in batches]
+        self.batches, self.weight = batches, weight
+        self.rows = [PackedRows.from_batch(batch) for batch in batches]
         losses = self.executor.run(program, before_last_backward)
-        self._batches = self._rows = ()
+        self.batches = self.rows = ()
         # Every tp rank of the last stage computes the same loss.
         if not losses or self.mesh.tp_rank != 0:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
