@@ -59,6 +59,8 @@ class CheckpointParts:
     config: of the whole model. dtype: of its parameters, as config.json says it.
     parameters: (name, local tensor, facts) of this rank's stages, names as in every layout.
     state: what the trainer wants back, as JSON can carry it; that of rank 0 is kept.
+    model_files: more files of the model folder, by name; config_fields: more fields of its config.json. What a run takes over
+        from the model that it starts from: `initial_weights.carried_over`.
     """
 
     config: DecoderConfig
@@ -67,3 +69,5 @@ class CheckpointParts:
     tokenizer: TokenizerFiles | None = None
     state: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    config_fields: Mapping[str, Any] = field(default_factory=dict)

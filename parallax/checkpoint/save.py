@@ -76,9 +76,11 @@ def _small_files(step: int, parts: CheckpointParts) -> dict[str, bytes]:
     config = to_hugging_face(parts.config.resolved(), str(parts.dtype).removeprefix("torch."))
     if parts.tokenizer is not None:
         config |= {"bos_token_id": parts.tokenizer.bos_id, "eos_token_id": parts.tokenizer.eos_id}
+    config |= parts.config_fields
     optimizer = {} if parts.optimizer is None else {"step_count": parts.optimizer.step_count}
     state = {"step": step, "optimizer": optimizer, "training": parts.state}
-    return {CONFIG: _json(config), STATE: _json(state)}
+    more = {f"{MODEL}/{name}": content for name, content in parts.model_files.items()}
+    return more | {CONFIG: _json(config), STATE: _json(state)}
 
 
 def _json(value: Any) -> bytes:
@@ -94,6 +96,7 @@ def _begin(partial: Path, small_files: dict[str, bytes], parts: CheckpointParts)
     if parts.tokenizer is not None:
         parts.tokenizer.save(partial / MODEL)
     for name, content in small_files.items():
+        (partial / name).unlink(missing_ok=True)  # the run's word on it, such as its chat template, not the tokenizer's
         write_file(partial / name, content)
 
 

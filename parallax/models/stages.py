@@ -65,7 +65,7 @@ def build_stages(
     holders: Sequence[Sequence[int]],
     pp_rank: int,
     *,
-    seed: int,
+    seed: int | None,
     device: torch.device,
     dtype: torch.dtype,
     tp: Group | None = None,
@@ -74,6 +74,7 @@ def build_stages(
 ) -> dict[int, DecoderStage]:
     """Return the stages of a pipeline rank on `device`, with the initial weights of `seed`, in fp32 rounded to `dtype`.
 
+    seed: None for zeros, which cost nothing, where all weights are going to be loaded.
     Layers are shaped without memory first and filled by name, so that no layout ever holds more than its own share.
     """
     stages = shape_stages(
@@ -82,7 +83,8 @@ def build_stages(
     # What nn.Module.to_empty does, without the import of torch's compiler (seconds) that it brings.
     for module in {module: None for stage in stages.values() for module in stage.modules()}:
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
-    for stage in stages.values():
-        initialize(stage, seed)
+            setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device)))
+    if seed is not None:
+        for stage in stages.values():
+            initialize(stage, seed)
     return stages

@@ -1,0 +1,67 @@
+"""Open a saved model in one process, to compute with it: for `parallax generate` and for scripts.
+
+from parallax.checkpoint.open_model import find_model, open_model
+model = open_model(find_model("runs/tiny"))
+logits = model(ids)[..., : model.config.vocab_size]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from parallax.checkpoint.find import find_latest, list_checkpoints
+from parallax.checkpoint.initial_weights import load_weights
+from parallax.checkpoint.manifest import read_manifest
+from parallax.checkpoint.names import MANIFEST, MODEL
+from parallax.checkpoint.parts import CheckpointParts
+from parallax.checkpoint.verify import check_files
+from parallax.errors import ConfigError
+from parallax.mesh import Layout, Mesh
+from parallax.models.decoder import DecoderStage
+from parallax.models.hugging_face_config import read_hugging_face_config
+from parallax.models.stages import build_stages
+from parallax.tensor_parallel.facts import named_parameters_with_facts
+
+
+def find_model(path: str | Path) -> Path:
+    """Return the Hugging Face folder that `path` names: itself, or in a checkpoint, or in the newest one of a run.
+
+    Raises ConfigError when there is none, or when the checkpoint is not complete.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}; give a run, a checkpoint or a Hugging Face model's folder")
+    for root in (path / "checkpoints", path):
+        if list_checkpoints(root):
+            newest = find_latest(root)
+            if newest is None:
+                raise ConfigError(f"{root} holds no complete checkpoint; see parallax checkpoint list {path}")
+            return newest / MODEL
+    if (path / MANIFEST).is_file():
+        problems = check_files(path, read_manifest(path))
+        if problems:
+            raise ConfigError(problems[0])
+        return path / MODEL
+    if not (path / "config.json").is_file() or (path / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{path} holds neither a checkpoint nor config.json; give a run, a checkpoint or a Hugging Face model's folder"
+        )
+    return path
+
+
+def open_model(
+    folder: str | Path, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> DecoderStage:
+    """Return the whole model of a Hugging Face folder, its weights converted to `dtype`.
+
+    Raises ConfigError: the folder holds no such model, or one that is not supported.
+    """
+    device = device or torch.device("cpu")
+    config = read_hugging_face_config(folder)
+    layers = [range(config.num_hidden_layers)]
+    (stage,) = build_stages(config, layers, [[0]], 0, seed=None, device=device, dtype=dtype).values()
+    parts = CheckpointParts(config, list(named_parameters_with_facts(stage)), dtype=dtype)
+    load_weights(folder, parts, Mesh(Layout(), 0, device))
+    return stage.eval()
