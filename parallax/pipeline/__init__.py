@@ -4,6 +4,7 @@
     check_schedule(schedule)                                      # complete, possible, free of deadlock
     simulate(schedule).bubble                                     # what it costs, before anything runs
     PipelineExecutor(schedule, mesh.pp, stages).run()             # the step; what is sent follows from the table
+    DualPipe(modules, mesh, num_micro_batches).step(...)          # the same for models and loops of your own
 
 Everything but the executor and its transport is pure and does not import torch.
 """
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from parallax.pipeline.actions import Action, Pair, Schedule
     from parallax.pipeline.check import check_schedule
     from parallax.pipeline.costs import Costs, Memory
+    from parallax.pipeline.driver import DualPipe, Pipeline
     from parallax.pipeline.executor import PipelineExecutor
     from parallax.pipeline.schedules import ALL_SCHEDULES, SCHEDULES, forward_only, make_schedule
     from parallax.pipeline.simulator import simulate
@@ -28,8 +30,10 @@ _HOMES = {
     "Action": "actions",
     "ActivationSpec": "transport",
     "Costs": "costs",
+    "DualPipe": "driver",
     "Memory": "costs",
     "Pair": "actions",
+    "Pipeline": "driver",
     "PipelineExecutor": "executor",
     "Schedule": "actions",
     "check_schedule": "check",
@@ -44,8 +48,10 @@ __all__ = [
     "Action",
     "ActivationSpec",
     "Costs",
+    "DualPipe",
     "Memory",
     "Pair",
+    "Pipeline",
     "PipelineExecutor",
     "Schedule",
     "check_schedule",

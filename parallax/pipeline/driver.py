@@ -1,0 +1,185 @@
+"""A pipeline for models and training loops of your own: a schedule, your stages, and a step.
+
+    with connect(Layout(pp=4)) as mesh:
+        pipe = DualPipe(stages, mesh, num_micro_batches=8)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for inputs, labels in batches:
+            loss = pipe.step(inputs, labels, criterion)
+            optimizer.step()
+            optimizer.zero_grad()
+
+A stage is any module from one tensor to one tensor. What a schedule holds twice, and what dp replicas hold, starts equal and
+gets the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from parallax.collectives import all_reduce_, all_reduce_start
+from parallax.errors import ConfigError
+from parallax.mesh import Group, Mesh, Replicas
+from parallax.pipeline.actions import Schedule
+from parallax.pipeline.executor import PipelineExecutor
+from parallax.pipeline.schedules import make_schedule
+from parallax.pipeline.transport import ActivationSpec
+from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
+
+Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Pipeline:
+    """Drives a model that is given as a list of stages.
+
+    schedule: a name, such as "1f1b" or "zb-v", or a table. The number of stages follows from it: `num_stages`.
+    stages: the modules of all stages, or, where no rank should hold them all, those of this rank by number. Those of this
+        rank, `self.stages`, are used, on the mesh's device.
+    spec: shape and type of what stages hand on; None: the first step finds out.
+
+    Made by all ranks together. Raises ConfigError if the schedule has no table for these sizes or a stage is missing.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        mesh: Mesh,
+        schedule: str | Schedule,
+        num_micro_batches: int,
+        *,
+        num_chunks: int | None = None,
+        spec: ActivationSpec | None = None,
+    ) -> None:
+        if isinstance(schedule, str):
+            schedule = make_schedule(schedule, mesh.layout.pp, num_micro_batches, num_chunks)
+        given = dict(stages) if isinstance(stages, Mapping) else dict(enumerate(stages))
+        if not isinstance(stages, Mapping) and len(given) != schedule.num_stages:
+            raise ConfigError(
+                f"{len(given)} stages are given, and schedule {schedule.name} has {schedule.num_stages} on "
+                f"{schedule.num_ranks} ranks; cut the model into {schedule.num_stages}"
+            )
+        missing = [stage for stage in schedule.stages_of(mesh.pp_rank) if stage not in given]
+        if missing:
+            raise ConfigError(
+                f"pipeline rank {mesh.pp_rank} holds the stages {list(schedule.stages_of(mesh.pp_rank))} in schedule "
+                f"{schedule.name}, but stage {missing[0]} is not given"
+            )
+        self.mesh, self.schedule = mesh, schedule
+        self.stages = {stage: given[stage].to(mesh.device) for stage in schedule.stages_of(mesh.pp_rank)}
+        weights = WeightQueue()
+        for module in self.stages.values():
+            attach_queue(module, weights)
+        self._holders = self._groups()
+        self._make_equal()
+        functions = {stage: self._function(stage) for stage in self.stages}
+        self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights)
+        self._inputs: Sequence[torch.Tensor] = ()
+        self._labels: Sequence[torch.Tensor] = ()
+        self._criterion: Criterion | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return self.schedule.num_stages
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages, each once."""
+        return iter(dict.fromkeys(parameter for module in self.stages.values() for parameter in module.parameters()))
+
+    def step(
+        self, inputs: torch.Tensor | None, labels: torch.Tensor | None, criterion: Criterion
+    ) -> torch.Tensor | None:
+        """Add the gradients of the mean loss of one batch to the parameters' `grad`.
+
+        inputs, labels: `[batch, ...]`, cut into equal micro-batches along the first dim, the same on all ranks of a pipeline;
+            ranks without the first (last) stage may give None. Each dp replica brings its own.
+        criterion: (output, labels) of one micro-batch to their mean loss, a scalar.
+        Returns the mean of this rank's micro-batches, detached, on ranks with the last stage; None elsewhere.
+        """
+        self._inputs, self._labels = self._cut("inputs", inputs, 0), self._cut("labels", labels, self.num_stages - 1)
+        self._criterion = criterion
+        before = self._take_gradients()
+        losses = self.executor.run()
+        self._inputs = self._labels = ()
+        self._sum_gradients(before)
+        return torch.stack(losses).mean() * self.schedule.num_micro_batches * self.mesh.layout.dp if losses else None
+
+    def _cut(self, what: str, tensor: torch.Tensor | None, stage: int) -> Sequence[torch.Tensor]:
+        count = self.schedule.num_micro_batches
+        if tensor is None:
+            if stage in self.stages:
+                raise ConfigError(
+                    f"pipeline rank {self.mesh.pp_rank} holds stage {stage}, so step() needs {what} there"
+                )
+            return ()
+        if not len(tensor) or len(tensor) % count:
+            raise ConfigError(f"{what} of {len(tensor)} rows cannot be cut into {count} equal micro-batches")
+        return tensor.to(self.mesh.device).chunk(count)
+
+    def _function(self, stage: int) -> Callable[[torch.Tensor | None, int], torch.Tensor]:
+        module, last = self.stages[stage], self.num_stages - 1
+
+        def call(tensor: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+            output = module(self._inputs[micro_batch] if tensor is None else tensor)
+            if stage < last:
+                return output
+            assert self._criterion is not None
+            loss = self._criterion(output, self._labels[micro_batch])
+            return loss / (self.schedule.num_micro_batches * self.mesh.layout.dp)
+
+        return call
+
+    def _groups(self) -> dict[int, Group | None]:
+        """Return for each stage of this rank those who hold it, dp replicas included."""
+        kinds = {
+            stage: Replicas(stages=holders if len(holders) > 1 else ())
+            for stage, holders in enumerate(self.schedule.holders)
+            if stage in self.stages
+        }
+        groups = self.mesh.holders(set(kinds.values()))
+        return {stage: groups[kind] for stage, kind in kinds.items()}
+
+    @torch.no_grad()
+    def _make_equal(self) -> None:
+        """Give all holders of a stage the parameters of the first of them."""
+        for stage, group in self._holders.items():
+            if group is not None:
+                for parameter in self.stages[stage].parameters():
+                    if group.rank > 0:
+                        parameter.zero_()
+                    all_reduce_(parameter.data, group)
+
+    def _take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Set aside the gradients of earlier steps, which are sums already, of what has other holders."""
+        before = {}
+        for stage, group in self._holders.items():
+            for parameter in self.stages[stage].parameters() if group is not None else ():
+                if parameter.grad is not None:
+                    before[parameter], parameter.grad = parameter.grad, None
+        return before
+
+    @torch.no_grad()
+    def _sum_gradients(self, before: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Sum what the holders of a stage found; all at once, in one order on all of them."""
+        pending = []
+        for stage, group in self._holders.items():
+            for parameter in self.stages[stage].parameters() if group is not None else ():
+                if parameter.requires_grad:
+                    if parameter.grad is None:  # another holder's micro-batches may have given it one
+                        parameter.grad = torch.zeros_like(parameter)
+                    pending.append(all_reduce_start(parameter.grad, group))
+        for work in pending:
+            work.wait()
+        for parameter, gradient in before.items():
+            assert parameter.grad is not None
+            parameter.grad += gradient
+
+
+class DualPipe(Pipeline):
+    """The bidirectional schedule of DeepSeek-V3 (arXiv:2412.19437): as many stages as ranks, each held by two of them."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module] | Mapping[int, nn.Module], mesh: Mesh, num_micro_batches: int
+    ) -> None:
+        super().__init__(stages, mesh, "dualpipe", num_micro_batches)

@@ -1,0 +1,115 @@
+"""A model and a loop of the user's own under every schedule: the same weights as training it in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallax.errors import ConfigError
+from parallax.mesh import Layout, Mesh
+from parallax.pipeline import ALL_SCHEDULES, DualPipe, Pipeline
+from parallax.tensor_parallel.linear import ColumnParallelLinear
+from tests.distributed.harness import run_layout
+
+WIDTH, ROWS, STEPS = 8, 16, 3
+
+
+def make_stages(count: int) -> list[nn.Module]:
+    """Return a model cut into stages, plain layers and ours mixed."""
+    torch.manual_seed(3)
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH) if index % 2 else ColumnParallelLinear(WIDTH, WIDTH, std=0.5), nn.Tanh())
+        for index in range(count)
+    ]
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        (torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def train(pipe: Any, mesh: Mesh) -> tuple[list[float], dict[str, list[float]]]:
+    """Return this rank's losses and its weights at the end; two steps are accumulated into one update."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    losses = []
+    for number, (inputs, labels) in enumerate(batches()):
+        rows = slice(mesh.dp_rank, None, mesh.layout.dp)
+        loss = pipe.step(inputs[rows], labels[rows], nn.functional.mse_loss)
+        losses += [] if loss is None else [loss.item()]
+        if number != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {
+        f"{index}.{name}": parameter.flatten().tolist()
+        for index, stage in pipe.stages.items()
+        for name, parameter in stage.named_parameters()
+    }
+    return losses, weights
+
+
+def pipelined(mesh: Mesh, name: str) -> Any:
+    if name == "dualpipe":
+        return train(DualPipe(make_stages(mesh.layout.pp), mesh, 8), mesh)
+    chunks = {"interleaved": 2, "interleaved-paired": 2, "zb-v": 2, "dualpipev": 2}.get(name, 1)
+    return train(Pipeline(make_stages(chunks * mesh.layout.pp), mesh, name, 8), mesh)
+
+
+def plainly(num_stages: int) -> tuple[list[float], dict[str, list[float]]]:
+    stages = make_stages(num_stages)
+    model = nn.Sequential(*stages)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for number, (inputs, labels) in enumerate(batches()):
+        loss = nn.functional.mse_loss(model(inputs), labels)
+        losses.append(loss.item())
+        loss.backward()
+        if number != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+
+
+def all_of(mesh: Mesh) -> dict[str, Any]:
+    return {name: pipelined(mesh, name) for name in ALL_SCHEDULES}
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, dp=2)], ids=str)
+def test_a_users_own_model_trains_as_in_one_process(layout: Layout) -> None:
+    results = run_layout(layout, all_of)
+    for name in ALL_SCHEDULES:
+        num_stages = max(int(key.split(".")[0]) for result in results for key in result[name][1]) + 1
+        losses, weights = plainly(num_stages)
+        seen = [result[name][0] for result in results if result[name][0]]
+        means = [sum(column) / len(column) for column in zip(*seen, strict=True)]
+        assert means == pytest.approx(losses, rel=1e-5)
+        for result in results:
+            for key, values in result[name][1].items():
+                assert values == pytest.approx(weights[key], rel=1e-4, abs=1e-5), (name, key)
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    found = []
+    for attempt in (
+        lambda: DualPipe(make_stages(3), mesh, 8),
+        lambda: Pipeline({5: nn.Linear(2, 2)}, mesh, "1f1b", 8),
+        lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step(torch.ones(9, WIDTH), None, nn.functional.mse_loss),
+        lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step(None, None, nn.functional.mse_loss),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_does_not_fit_is_one_sentence() -> None:
+    ((odd, missing, uneven, nothing),) = run_layout(Layout(), refusals)
+    assert odd == "schedule dualpipe needs an even number of ranks (--pp), not 1; use 2, or dualpipev"
+    assert missing.endswith("but stage 0 is not given")
+    assert uneven == "inputs of 9 rows cannot be cut into 8 equal micro-batches"
+    assert nothing == "pipeline rank 0 holds stage 0, so step() needs inputs there"
