@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Samples(Protocol):
-    """A data set whose sample i is int64 `[seq_len + 1]`."""
+    """A data set whose sample i is int64 `[seq_len + 1]`, or a row: arrays by name, of the same shapes in every row."""
 
     fingerprint: str
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int) -> np.ndarray: ...
+    def __getitem__(self, i: int) -> np.ndarray | dict[str, np.ndarray]: ...
 
 
 class BatchLoader:
@@ -79,7 +79,7 @@ class BatchLoader:
         """Return this rank's micro-batches of a step, counted from 0.
 
         Each holds `input_ids` and `labels`, int64 `[micro_batch, seq]`; labels are shifted already: `labels[:, t]` is
-        the token after `input_ids[:, t]`.
+        the token after `input_ids[:, t]`. Of rows it holds all that a row has, each `[micro_batch, ...]`.
         """
         return [self._micro_batch(step, m) for m in range(self.num_micro_batches)]
 
@@ -88,9 +88,10 @@ class BatchLoader:
 
         first = step * self.global_batch_size + (m * self.dp_size + self.dp_rank) * self.micro_batch_size
         samples = self.order.samples(first, self.micro_batch_size)
-        windows = np.stack([self.dataset[int(i)] for i in samples])  # [micro_batch, seq + 1]
-        batch = {
-            "input_ids": torch.from_numpy(windows[:, :-1].copy()),
-            "labels": torch.from_numpy(windows[:, 1:].copy()),
-        }
+        rows = [_as_row(self.dataset[int(i)]) for i in samples]
+        batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+
+
+def _as_row(sample: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return sample if isinstance(sample, dict) else {"input_ids": sample[:-1], "labels": sample[1:]}

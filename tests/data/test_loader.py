@@ -63,6 +63,26 @@ def test_asking_again_gives_the_same_and_another_seed_gives_another(dataset: Tok
     assert first_tokens([BatchLoader(dataset, 1, 16, 4)], 7) != first
 
 
+class Rows:
+    """Four rows, each of three arrays."""
+
+    fingerprint = "rows"
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        documents = np.full(5, i, dtype=np.int32)
+        return {"input_ids": np.arange(5) + i, "labels": np.arange(5) - i, "documents": documents}
+
+
+def test_rows_are_stacked_array_by_array() -> None:
+    (batch,) = BatchLoader(Rows(), 0, 4, 4, shuffle=False).micro_batches(0)
+    assert list(batch) == ["input_ids", "labels", "documents"]
+    assert batch["documents"].tolist() == [[i] * 5 for i in range(4)] and batch["documents"].dtype == torch.int32
+    assert batch["input_ids"][3].tolist() == [3, 4, 5, 6, 7] and batch["labels"][2].tolist() == [-2, -1, 0, 1, 2]
+
+
 def test_evaluation_starts_over_when_the_data_is_short() -> None:
     short = TokenDataset(np.arange(10), [(0, 10)], seq_len=3, source="s")
     assert first_tokens([BatchLoader(short, 0, 8, 4, shuffle=False)], 0) == [0, 3, 6, 0, 3, 6, 0, 3]
