@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parallax.data.cache import build_once, cache_folder, digest
-from parallax.data.corpus import Corpus, corpus_digest, read_documents, standard_library
+from parallax.data.checksums import fingerprint_of
+from parallax.data.corpus import Corpus, corpus_files, standard_library
 from parallax.data.tokenizer_files import END_OF_TEXT
 from parallax.errors import ConfigError
 
@@ -47,7 +48,7 @@ def default_model_file() -> Path:
 
     corpus = standard_library()
     settings = f"{sorted(SETTINGS.items())} {SENTENCE_CHARACTERS}"
-    key = digest("default tokenizer", corpus_digest(corpus), settings, sentencepiece.__version__)
+    key = digest("default tokenizer", fingerprint_of(corpus_files(corpus)), settings, sentencepiece.__version__)
 
     def build(folder: Path) -> None:
         (folder / "tokenizer.model").write_bytes(train(corpus))
@@ -77,7 +78,6 @@ def train(corpus: Corpus) -> bytes:
 
 def _sentences(corpus: Corpus) -> Iterator[str]:
     for file in corpus.files:
-        for document in read_documents(file):
-            text = "".join(document)
-            for start in range(0, len(text), SENTENCE_CHARACTERS):
-                yield text[start : start + SENTENCE_CHARACTERS]
+        with open(file.path, encoding="utf-8-sig", newline="") as stream:
+            while text := stream.read(SENTENCE_CHARACTERS):
+                yield text

@@ -7,11 +7,13 @@
 Ids take 2 bytes where the vocabulary allows it, else 4. Positions are int64 throughout: a corpus may have more than
 2^31 tokens. The folder's name is the fingerprint of what it was made from, so a changed file or tokenizer makes a new
 one and an old one is never wrong, only unused.
+
+Order needs all tokens before the first step: which tokens sample 7 has depends on the length of all text before it. So text is
+made into tokens before training, by worker processes where there is enough of it, and not while it runs.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from array import array
@@ -22,22 +24,31 @@ from pathlib import Path
 import numpy as np
 
 from parallax.data.cache import build_once, cache_folder, digest, notify
-from parallax.data.corpus import PIECE_CHARACTERS, Corpus, corpus_digest, read_documents
+from parallax.data.checksums import DataFile, fingerprint_of
+from parallax.data.corpus import Corpus, corpus_files
+from parallax.data.encoding.blocks import Block, BlockReader
+from parallax.data.encoding.encode import Rules, check_eod
+from parallax.data.encoding.pool import encode_blocks, usable_cores
 from parallax.data.tokenizers import Tokenizer
 from parallax.errors import ConfigError
 
-FORMAT_VERSION = 1
-BATCH_CHARACTERS = 32 * PIECE_CHARACTERS
+FORMAT_VERSION = 2
 NOTICE_SECONDS = 10
+WORKERS_FROM_BYTES = 1 << 26  # below, starting processes takes longer than they save
+MAX_WORKERS = 64
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Token ids `[num_tokens]` and the starts of their documents `[num_documents + 1]`, both mapped read-only."""
+    """Token ids `[num_tokens]` and the starts of their documents `[num_documents + 1]`, both mapped read-only.
+
+    files: what they were made from.
+    """
 
     tokens: np.ndarray
     document_starts: np.ndarray
     fingerprint: str
+    files: tuple[DataFile, ...] = ()
 
     @property
     def num_documents(self) -> int:
@@ -50,21 +61,18 @@ def token_store(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
     Raises:
         ConfigError: a file is not what its name says, the tokenizer has no end-of-text token, the cache is unusable.
     """
-    if tokenizer.eos_id is None:
-        raise ConfigError(
-            f"--tokenizer {tokenizer.description} names no end-of-text token to separate documents with; put a "
-            'tokenizer_config.json with "eos_token" beside its tokenizer.json.'
-        )
-    fingerprint = digest("tokens", str(FORMAT_VERSION), corpus_digest(corpus), tokenizer.fingerprint)
+    check_eod(tokenizer)
+    files = corpus_files(corpus)
+    fingerprint = digest("tokens", str(FORMAT_VERSION), fingerprint_of(files), tokenizer.fingerprint)
 
     def build(folder: Path) -> None:
         _write(folder, corpus, tokenizer, fingerprint)
 
     what = f"the tokens of {corpus.description}"
-    return open_token_store(build_once(cache_folder() / f"tokens-{fingerprint}", build, what))
+    return open_token_store(build_once(cache_folder() / f"tokens-{fingerprint}", build, what), tuple(files))
 
 
-def open_token_store(folder: Path) -> TokenStore:
+def open_token_store(folder: Path, files: tuple[DataFile, ...] = ()) -> TokenStore:
     """Map a folder that `token_store` wrote.
 
     Raises:
@@ -79,7 +87,7 @@ def open_token_store(folder: Path) -> TokenStore:
         if not whole:
             raise ValueError("the sizes of its files differ from those recorded")
         tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
-        return TokenStore(tokens, starts, record["fingerprint"])
+        return TokenStore(tokens, starts, record["fingerprint"], files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the cached data in {folder} is damaged ({error}); delete that folder.") from error
 
@@ -91,21 +99,26 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, fingerprint: str) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
+    rules = Rules("text", dtype.str, check_eod(tokenizer))
+    paths = [file.path for file in corpus.files]
+    size = sum(path.stat().st_size for path in paths)
+    workers = min(usable_cores(), MAX_WORKERS) if size >= WORKERS_FROM_BYTES else 0
     starts = array("q", [0])
     num_tokens = 0
     next_notice = time.monotonic() + NOTICE_SECONDS
+    reader = BlockReader(paths)
     with open(folder / "tokens.bin", "wb") as stream:
-        for texts, ends_document in _batches(corpus):
-            for ids, ends in zip(tokenizer.encode_batch(texts), ends_document, strict=True):
-                assert ids.size == 0 or ids.max() < tokenizer.vocab_size, "an id outside the vocabulary"
-                stream.write(ids.astype(dtype).tobytes())
-                num_tokens += len(ids)
-                if ends:
-                    stream.write(np.array(tokenizer.eos_id, dtype).tobytes())
-                    num_tokens += 1
-                    starts.append(num_tokens)
+        for block, encoded in encode_blocks(_named(reader), tokenizer, rules, workers):
+            if encoded.problems:
+                raise ConfigError(
+                    [f"--data {block.file}, line {number}: {what}" for number, what in encoded.problems[:20]]
+                )
+            stream.write(encoded.content)
+            ends = np.cumsum(encoded.lengths, dtype=np.int64) + num_tokens
+            starts.frombytes(ends[encoded.ends].tobytes())
+            num_tokens += int(encoded.lengths.sum(dtype=np.int64))
             if time.monotonic() > next_notice:
-                notify(f"{num_tokens:,} tokens so far ...")
+                notify(f"{num_tokens:,} tokens so far, {reader.bytes_read / max(size, 1):.0%} of the text ...")
                 next_notice += NOTICE_SECONDS
     if num_tokens == 0:
         raise ConfigError(f"{corpus.description} holds no text at all; give --data with text.")
@@ -126,22 +139,9 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, fingerprint: str)
         notify(f"left out {corpus.num_skipped} files that are not UTF-8 text")
 
 
-def _batches(corpus: Corpus) -> Iterator[tuple[list[str], list[bool]]]:
-    """Yield lists of about `BATCH_CHARACTERS` of text, and whether each text ends its document."""
-    texts: list[str] = []
-    ends_document: list[bool] = []
-    size = 0
-    for document in itertools.chain.from_iterable(map(read_documents, corpus.files)):
-        empty = True
-        for piece in document:
-            if size >= BATCH_CHARACTERS:
-                yield texts, ends_document
-                texts, ends_document, size = [], [], 0
-            texts.append(piece)
-            ends_document.append(False)
-            size += len(piece)
-            empty = False
-        if not empty:
-            ends_document[-1] = True  # still in the list: it is given away only when the next text comes
-    if texts:
-        yield texts, ends_document
+def _named(reader: BlockReader) -> Iterator[Block]:
+    """Yield the blocks; what is wrong with a file is said of --data."""
+    try:
+        yield from reader.blocks()
+    except ConfigError as error:
+        raise ConfigError([f"--data {problem}" for problem in error.problems]) from error

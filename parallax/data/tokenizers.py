@@ -52,7 +52,8 @@ class Tokenizer(ABC):
     """Turns text into ids in 0 .. vocab_size - 1 and back.
 
     `eos_id` separates documents, `bos_id` begins a text where the tokenizer's models expect it; None where it has none.
-    `fingerprint` is a hash of what determines the ids: equal fingerprints give equal ids.
+    `fingerprint` is a hash of what determines the ids: equal fingerprints give equal ids. `given` is what `load_tokenizer`
+    opens it from, in another process too. `max_threads` limits those of `encode_batch`.
     """
 
     vocab_size: int
@@ -60,6 +61,8 @@ class Tokenizer(ABC):
     bos_id: int | None
     fingerprint: str
     description: str
+    given: str
+    max_threads: int = MAX_ENCODING_THREADS
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -120,7 +123,7 @@ class ByteTokenizer(Tokenizer):
         self.eos_id = NUM_BYTES
         self.bos_id = None
         self.fingerprint = digest("bytes", "1")
-        self.description = "bytes"
+        self.description = self.given = "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -158,10 +161,11 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos_id = bos_id if bos_id >= 0 else None
         self.fingerprint = digest("sentencepiece", self._model)
         self.description = description or str(path)
+        self.given = str(path)
         self._space_mark_ids = _space_mark_as_bytes(self._processor)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        threads = min(os.cpu_count() or 1, MAX_ENCODING_THREADS, len(texts)) or 1
+        threads = min(os.cpu_count() or 1, self.max_threads, len(texts)) or 1
         encoded = self._processor.encode(list(texts), num_threads=threads)
         if self._space_mark_ids:
             for i, text in enumerate(texts):
@@ -213,7 +217,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id = _special_id(self._fast, names_of_special.get("eos_token"), path, guesses=END_OF_TEXT_NAMES)
         self.bos_id = _special_id(self._fast, names_of_special.get("bos_token"), path)
         self.fingerprint = digest("huggingface", self._files["tokenizer.json"], str(self.eos_id))
-        self.description = str(path)
+        self.description = self.given = str(path)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)

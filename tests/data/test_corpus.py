@@ -4,19 +4,42 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.data import corpus as corpus_module
-from parallax.data.corpus import TextFile, corpus_digest, read_documents, standard_library, user_corpus
+from parallax.data import checksums
+from parallax.data.checksums import changed_files, fingerprint_of
+from parallax.data.corpus import Corpus, corpus_files, standard_library, user_corpus
+from parallax.data.encoding import blocks as blocks_module
+from parallax.data.encoding.blocks import BlockReader
+from parallax.data.encoding.encode import Rules, encode_block
+from parallax.data.tokenizers import ByteTokenizer
 from parallax.errors import ConfigError
 
 ODD = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\x1dh\x1ei"  # all that str.splitlines splits at, but for CR and LF
 
 
-def documents(path: Path) -> list[str]:
-    return ["".join(pieces) for pieces in read_documents(TextFile(path, path.name))]
+def documents(*paths: Path) -> list[str]:
+    """Return the documents of files, through the byte tokenizer, which loses nothing."""
+    ids: list[int] = []
+    for block in BlockReader(paths).blocks():
+        encoded = encode_block(block, ByteTokenizer(), Rules("text", "<u2", 256))
+        if encoded.problems:
+            raise ConfigError([f"{block.file}, line {number}: {what}" for number, what in encoded.problems])
+        ids += np.frombuffer(encoded.content, "<u2").tolist()
+    texts, start = [], 0
+    for end, i in enumerate(ids):
+        if i == 256:
+            texts.append(bytes(ids[start:end]).decode())
+            start = end + 1
+    assert start == len(ids)
+    return texts
+
+
+def corpus_digest(corpus: Corpus) -> str:
+    return fingerprint_of(corpus_files(corpus))
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -40,7 +63,7 @@ def test_text_files_are_kept_exactly_but_for_the_byte_order_mark(tmp_path: Path)
     text = f"one\r\ntwo\rthree\n{ODD}\t \n\n"
     assert documents(write(tmp_path / "a.txt", text)) == [text]
     assert documents(write(tmp_path / "b.md", "\ufeff" + text)) == [text]
-    assert documents(write(tmp_path / "c.txt", "")) == [""]
+    assert documents(write(tmp_path / "c.txt", ""), tmp_path / "a.txt") == [text]
 
 
 @pytest.mark.parametrize(
@@ -60,30 +83,38 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, sa
         documents(path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_a_byte_that_is_not_utf8_is_named_by_line_and_offset(tmp_path: Path, name: str) -> None:
-    good = b'{"text": "x"}\n' * 1000
-    path = write(tmp_path / name, good + b'{"text": "\xff"}\n')
-    with pytest.raises(ConfigError, match=rf"{name}, line 1001: byte {len(good) + 10} is not UTF-8"):
+@pytest.mark.parametrize(("name", "at"), [("a.jsonl", 10), ("a.txt", 14010)])
+def test_a_byte_that_is_not_utf8_is_named_by_line_and_offset(tmp_path: Path, name: str, at: int) -> None:
+    path = write(tmp_path / name, b'{"text": "x"}\n' * 1000 + b'{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match=rf"{name}, line 1001: byte {at} (of the line )?is not UTF-8"):
         documents(path)
 
 
-@given(st.text(alphabet="ab\r\n\u2028é😀", max_size=60), st.integers(1, 9))
-def test_long_documents_come_in_pieces_that_lose_nothing(text: str, size: int) -> None:
+@given(st.text(alphabet="ab\r\n\u2028é😀", max_size=60), st.integers(1, 9), st.integers(1, 30))
+def test_documents_do_not_depend_on_how_files_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, text: str, piece: int, block: int
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    lines = "".join(
+        json.dumps({"text": line + "\r\n"}, ensure_ascii=False) + "\r" * (i % 3) + "\n" * (i % 2 or i % 3 == 0)
+        for i, line in enumerate(text.split("\n"))
+    )
+    paths = [write(folder / "a.txt", text), write(folder / "b.jsonl", lines), write(folder / "c.txt", "x" + text)]
+    whole = [line for line in (text, *(line + "\r\n" for line in text.split("\n")), "x" + text) if line]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "PIECE_CHARACTERS", size)
-        pieces = list(corpus_module._pieces(text))
-    assert "".join(pieces) == text
-    assert all(0 < len(piece) <= size for piece in pieces)
+        patch.setattr(blocks_module, "PIECE_CHARACTERS", piece)
+        patch.setattr(blocks_module, "BLOCK_BYTES", block)
+        assert documents(*paths) == whole
 
 
 def test_long_files_come_in_pieces_that_end_with_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", 100)
     text = "".join(f"line {i}\r\n" for i in range(200)) + "x" * 450
     path = write(tmp_path / "a.txt", text)
-    (document,) = ([*pieces] for pieces in read_documents(TextFile(path, "a.txt")))
-    assert "".join(document) == text and len(document) > 10
-    assert all(piece.endswith("\n") and len(piece) <= 200 for piece in document[:-3])
+    (block,) = BlockReader([path]).blocks()
+    assert block.content.decode() == text and len(block.sizes) > 10 and block.ends.index(True) == len(block.sizes) - 1
+    ends = np.cumsum(block.sizes)
+    assert max(block.sizes) <= 200 and all(text[end - 1] == "\n" for end in ends[:-3])
 
 
 def test_a_folder_gives_its_files_in_one_order_without_hidden_and_binary_ones(tmp_path: Path) -> None:
@@ -114,18 +145,30 @@ def test_the_digest_changes_with_content_and_name_but_not_with_the_place(tmp_pat
     assert len(set(digests)) == 3
 
 
+def test_changed_new_and_missing_files_are_named() -> None:
+    before = [["a", 1, "x"], ["b", 2, "y"], ["c", 3, "z"], ["d", 4, "u"], ["d", 4, "v"]]
+    now = [("a", 1, "x"), ("b", 2, "changed"), ("e", 3, "z"), ("d", 4, "u"), ("d", 4, "w")]
+    assert changed_files(before, now) == [
+        "the data file c is no longer among them",
+        "the data file e is new",
+        "the data file b has changed",
+        "the data file d has changed",
+    ]
+    assert changed_files(before, before) == []
+
+
 def test_the_digest_of_a_large_corpus_is_cached_until_a_file_changes(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "LARGE_CORPUS_BYTES", 0)
+    monkeypatch.setattr(checksums, "LARGE_BYTES", 0)
     path = write(tmp_path / "a.txt", "x")
     corpus = user_corpus([str(path)])
     fresh = corpus_digest(corpus)
     assert not cache.exists()  # just written: what stat says of it is not trusted yet
     later = os.stat(path).st_ctime + 60
-    monkeypatch.setattr(corpus_module.time, "time", lambda: later)
+    monkeypatch.setattr(checksums.time, "time", lambda: later)
     assert corpus_digest(corpus) == corpus_digest(corpus) == fresh
-    assert len(list(cache.glob("digest-*/digest"))) == 1
+    assert len(list(cache.glob("checksums-*/answer.json"))) == 1
     write(path, "y")
     assert corpus_digest(corpus) != fresh
 

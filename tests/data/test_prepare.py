@@ -11,8 +11,8 @@ import pytest
 
 from parallax.data import DataOptions, prepare_data
 from parallax.data import corpus as corpus_module
-from parallax.data import token_store as token_store_module
 from parallax.data.corpus import user_corpus
+from parallax.data.encoding import blocks as blocks_module
 from parallax.data.token_store import open_token_store, token_dtype, token_store
 from parallax.data.tokenizers import ByteTokenizer
 from parallax.errors import ConfigError
@@ -45,8 +45,8 @@ def test_documents_become_tokens_ended_by_eos(folder: Path, cache: Path) -> None
 
 def test_pieces_and_batches_of_any_size_give_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece, batch in ((1, 1), (1, 3), (2, 5), (3, 100), (100, 1)):
-        monkeypatch.setattr(corpus_module, "PIECE_CHARACTERS", piece)
-        monkeypatch.setattr(token_store_module, "BATCH_CHARACTERS", batch)
+        monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", piece)
+        monkeypatch.setattr(blocks_module, "BLOCK_BYTES", batch)
         monkeypatch.setenv("PARALLAX_CACHE", str(folder.parent / f"cache-{piece}-{batch}"))
         store = token_store(user_corpus([str(folder)]), ByteTokenizer())
         assert store.tokens.tolist() == EXPECTED

@@ -1,0 +1,38 @@
+"""A line of .jsonl to its text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class BadRecord(Exception):
+    """A line holds no text; the message follows its name."""
+
+
+def text_of_line(line: bytes, key: str) -> str:
+    """Return the text of a line of .jsonl.
+
+    Raises:
+        BadRecord: it is no JSON object with a string of characters under the key.
+    """
+    try:
+        record: Any = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"byte {error.start} of the line is not UTF-8 text; convert the file.") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"this is not valid JSON ({error}); each line must be one JSON object.") from error
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        found = f"an object with the keys {sorted(record)[:8]}" if isinstance(record, dict) else type(record).__name__
+        if isinstance(record, dict) and key in record:
+            found = f"{type(record[key]).__name__} under that key"
+        raise BadRecord(f'found {found}; each line must be an object with a string under the key "{key}".')
+    text: str = record[key]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord(
+            f"the text holds half of a surrogate pair (\\u{ord(text[error.start]):04x}), which is no character; "
+            "repair or remove the record."
+        ) from error
+    return text
