@@ -148,7 +148,7 @@ def _of_this_model(folder: Path, stored: dict[str, TensorRecord], config: Decode
 
 def _listed(names: Iterable[str]) -> str:
     first, count = sorted(names)[:3], len(list(names))
-    return ", ".join(first) + (f" and {count - 3} more tensors" if count > 3 else "")
+    return ", ".join(first) + (f" and {count - 3} more" if count > 3 else "")
 
 
 def _head_problem(folder: Path, records: Mapping[str, TensorRecord], config: DecoderConfig) -> str | None:
