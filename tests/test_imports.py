@@ -24,7 +24,7 @@ LEVELS: list[set[str]] = [
     {"parallax.mesh", "parallax.collectives", "parallax.shared_memory", "parallax.meeting"}
     | {
         f"parallax.pipeline.{part}"
-        for part in ("schedules", "actions", "check", "costs", "lower", "simulator", "split", "draw")
+        for part in ("schedules", "actions", "check", "costs", "lower", "simulator", "split", "tables", "trace", "draw")
     },
     {"parallax.precision"},
     {"parallax.tensor_parallel"},

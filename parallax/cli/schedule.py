@@ -1,43 +1,52 @@
 """`parallax schedule`: draw a pipeline schedule, simulate one, compare all, under given costs.
 
-A schedule is a name or a file, `my.csv`, with a table as `parallax.pipeline.tables` describes it; each is checked first.
+A schedule is a name, a file `my.csv` with a table as `parallax.pipeline.tables` describes it, or `auto`, the one that the
+simulator finds best; each is checked first. `show step.json` draws a recorded step beside its simulation.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from parallax.cli.schedule_costs import COST_HELP, MEMORY_HELP, costs, memory
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.check import check_schedule
 from parallax.pipeline.costs import Costs
 from parallax.pipeline.schedules import ALL_SCHEDULES, make_schedule
+from parallax.pipeline.schedules.automatic import Candidate, Choice, choose_schedule, compare_schedules
 from parallax.pipeline.simulator import Simulation, simulate
 from parallax.pipeline.tables import read_csv, to_csv
 
-_COST_FIELDS = {"F": "forward", "I": "input_gradient", "W": "weight_gradient", "FB": "pair", "comm": "latency"}
-_COST_HELP = (
-    "durations, all in one unit: F forward, I backward of the input, W backward of the weights (a whole backward is I + W), FB "
-    "a forward and a backward together (F + I + W unless given), comm a message; 1,1,1 and comm=0 if not given"
-)
-_COMPARED_CHUNKS = (2, 4)  # of schedules with any number of stages on a rank
+if TYPE_CHECKING:
+    from parallax.pipeline.draw import Chart
+
+_AUTO = "auto"
+_FILES = ("png", "svg", "html", "csv", "perfetto")
 
 
 def add_commands(groups: argparse._SubParsersAction) -> None:
     """Add the parsers of this group."""
     group = groups.add_parser("schedule", help="draw, simulate and compare pipeline schedules", allow_abbrev=False)
     commands = group.add_subparsers(metavar="COMMAND", required=True, dest="schedule_command")
-    names = "\n".join(f"  {name:<12} {record.about}" for name, record in ALL_SCHEDULES.items())
-    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    epilog = f"schedules:\n{names}\n  FILE.csv     a table of your own"
+    names = "\n".join(f"  {name:<19} {record.about}" for name, record in ALL_SCHEDULES.items())
+    layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    epilog = (
+        f"schedules:\n{names}\n  auto                the one that compare finds best, costs being of a rank's share of the model\n"
+        "  FILE.csv            a table of your own, or of torch.distributed.pipelining"
+    )
 
-    show = commands.add_parser("show", help="draw a schedule in the terminal or into files", epilog=epilog, **layout)
+    show = commands.add_parser(
+        "show",
+        help="draw a schedule in the terminal or into files",
+        epilog=f"{epilog}\n  FILE.json           a recorded step (--trace-pipeline of a run), drawn above its simulation",
+        **layout,
+    )
     _add_schedule(show)
     show.add_argument("--png", metavar="FILE", type=Path, help="draw into a PNG file, with matplotlib")
     show.add_argument("--svg", metavar="FILE", type=Path, help="draw into an SVG file, with matplotlib")
@@ -46,6 +55,9 @@ def add_commands(groups: argparse._SubParsersAction) -> None:
     )
     show.add_argument(
         "--csv", metavar="FILE", type=Path, help="write the table, which can be edited and given in place of a name"
+    )
+    show.add_argument(
+        "--perfetto", metavar="FILE", type=Path, help="write a recorded step for ui.perfetto.dev or chrome://tracing"
     )
     show.set_defaults(run=_show)
 
@@ -72,8 +84,12 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a schedule, see below")
     _add_sizes(parser, required=False)
     parser.add_argument(
-        "--chunks", metavar="INT", type=_whole, help="stages on each rank, for interleaved (default: 2)"
+        "--chunks",
+        metavar="INT",
+        type=_whole,
+        help="stages on each rank, for interleaved and interleaved-paired (default: 2)",
     )
+    parser.add_argument("--limit", metavar="BYTES", type=float, help="for auto: what a rank may hold, of --memory")
 
 
 def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -81,7 +97,8 @@ def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
         "--stages", metavar="INT", type=_whole, required=required, help="ranks in the pipeline, --pp of a run"
     )
     parser.add_argument("--micro-batches", metavar="INT", type=_whole, required=required, help="of a step, in total")
-    parser.add_argument("--cost", metavar="F=1,...", type=_costs, default=Costs(), help=_COST_HELP)
+    parser.add_argument("--cost", metavar="F=1,...", type=costs, default=Costs(), help=COST_HELP)
+    parser.add_argument("--memory", metavar="activations=1e9,...", type=memory, help=MEMORY_HELP)
 
 
 def _whole(text: str) -> int:
@@ -90,77 +107,100 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _costs(text: str) -> Costs:
-    given: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            cost = float(value)
-        except ValueError:
-            cost = math.nan
-        if name.strip() not in _COST_FIELDS or not 0 <= cost < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is no cost; write {', '.join(f'{key}=1' for key in _COST_FIELDS)}"
-            )
-        given[_COST_FIELDS[name.strip()]] = cost
-    costs = Costs(**given)
-    backward = costs.input_gradient + costs.weight_gradient
-    if costs.forward + backward <= 0:
-        raise argparse.ArgumentTypeError("F, I and W cannot all be 0")
-    least, most = max(costs.forward, backward), costs.forward + backward
-    if costs.pair is not None and not least <= costs.pair <= most:
-        raise argparse.ArgumentTypeError(
-            f"FB={costs.pair:g} must be from {least:g}, the longer of its two, to {most:g}, one after the other"
-        )
-    return costs
-
-
-def _schedule(options: argparse.Namespace) -> Schedule:
-    """Return the schedule that was asked for, checked."""
+def _played(options: argparse.Namespace) -> tuple[Schedule, Simulation, Choice | None]:
+    """Return the schedule that was asked for, checked, its simulation, and how it was chosen if that was left to us."""
+    if options.limit is not None and (options.name != _AUTO or options.memory is None):
+        raise ConfigError("--limit is for auto, and needs --memory to know what is held")
+    choice = None
     if options.name.endswith(".csv"):
         schedule = read_csv(options.name)
         asked = {"--stages": (options.stages, schedule.num_ranks), "--chunks": (options.chunks, None)}
         asked["--micro-batches"] = (options.micro_batches, schedule.num_micro_batches)
-        for flag, (value, actual) in asked.items():
-            if value not in (None, actual):
-                raise ConfigError(
-                    f"{flag} {value} contradicts {options.name}, which says itself what it is; leave it out"
-                )
+        _refuse_contradictions(options.name, asked)
+    elif options.name not in (*ALL_SCHEDULES, _AUTO):
+        raise ConfigError(
+            f"schedule {options.name} is unknown; use {', '.join(ALL_SCHEDULES)}, {_AUTO} or a file with a table, FILE.csv"
+        )
+    elif options.stages is None or options.micro_batches is None:
+        raise ConfigError(f"schedule {options.name} needs its sizes; give --stages and --micro-batches")
+    elif options.name == _AUTO:
+        if options.chunks is not None:
+            raise ConfigError("--chunks is chosen by auto too; leave it out, or name a schedule")
+        sizes = (options.stages, options.micro_batches)
+        choice = choose_schedule(*sizes, options.cost, options.memory, memory_limit=options.limit)
+        schedule = choice.schedule
     else:
-        if options.name not in ALL_SCHEDULES:
-            raise ConfigError(
-                f"schedule {options.name} is unknown; use {', '.join(ALL_SCHEDULES)} or a file with a table, FILE.csv"
-            )
-        if options.stages is None or options.micro_batches is None:
-            raise ConfigError(f"schedule {options.name} needs its sizes; give --stages and --micro-batches")
         schedule = make_schedule(options.name, options.stages, options.micro_batches, options.chunks)
     check_schedule(schedule)
-    return schedule
+    played = choice.chosen.played if choice is not None else simulate(schedule, options.cost, options.memory)
+    return schedule, played, choice
+
+
+def _refuse_contradictions(name: str, asked: dict[str, tuple[Any, Any]]) -> None:
+    for flag, (value, actual) in asked.items():
+        if value not in (None, actual):
+            raise ConfigError(f"{flag} {value} contradicts {name}, which says itself what it is; leave it out")
 
 
 def _show(options: argparse.Namespace) -> int:
     from parallax.pipeline.draw import chart_of
 
-    schedule = _schedule(options)
-    chart = chart_of(schedule, simulate(schedule, options.cost))
-    files = [path for path in (options.png, options.svg, options.html, options.csv) if path is not None]
-    for path in files:
+    files = {kind: path for kind in _FILES if (path := getattr(options, kind)) is not None}
+    for path in files.values():
         if not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
-    if options.png is not None or options.svg is not None:
+    if options.name.endswith(".json"):
+        schedule, charts = _recorded(options, files)
+    elif "perfetto" in files:
+        raise ConfigError("--perfetto is for a recorded step, FILE.json in place of a name")
+    else:
+        schedule, played, choice = _played(options)
+        charts = [chart_of(schedule, played)]
+        if choice is not None:
+            print(f"auto chose {choice.why}", file=sys.stderr if files else sys.stdout)
+    _draw(charts, files)
+    if "csv" in files:
+        _write(files["csv"], to_csv(schedule))
+    for path in files.values():
+        print(path)
+    return 0
+
+
+def _recorded(options: argparse.Namespace, files: dict[str, Path]) -> tuple[Schedule, list[Chart]]:
+    """Return what a recorded step did, and its chart with that of the simulation under its measured times."""
+    from dataclasses import replace
+
+    from parallax.pipeline.draw import chart_of, chart_of_trace
+    from parallax.pipeline.draw.perfetto import to_perfetto
+    from parallax.pipeline.trace import read_trace
+
+    asked = {
+        f"--{name.replace('_', '-')}": (getattr(options, name), None) for name in ("stages", "micro_batches", "chunks")
+    }
+    _refuse_contradictions(options.name, asked)
+    trace = read_trace(options.name)
+    schedule = trace.schedule()
+    given = options.cost
+    measured = replace(
+        trace.costs(), latency=given.latency, message_bytes=given.message_bytes, bandwidth=given.bandwidth
+    )
+    if "perfetto" in files:
+        _write(files["perfetto"], to_perfetto(trace))
+    simulated = chart_of(schedule, simulate(schedule, measured), f"{trace.name}, simulated with the times measured")
+    return schedule, [chart_of_trace(trace), simulated]
+
+
+def _draw(charts: list[Chart], files: dict[str, Path]) -> None:
+    if "png" in files or "svg" in files:
         from parallax.pipeline.draw.figure import save_figure
 
-        for path, kind in ((options.png, "png"), (options.svg, "svg")):
-            if path is not None:
-                save_figure(chart, path, kind)
-    if options.html is not None:
+        for kind in ("png", "svg"):
+            if kind in files:
+                save_figure(charts, files[kind], kind)
+    if "html" in files:
         from parallax.pipeline.draw.page import to_html
 
-        _write(options.html, to_html(chart))
-    if options.csv is not None:
-        _write(options.csv, to_csv(schedule))
-    for path in files:
-        print(path)
+        _write(files["html"], to_html(charts))
     if not files:
         from rich.console import Console
 
@@ -168,9 +208,9 @@ def _show(options: argparse.Namespace) -> int:
 
         console = Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False)
         # With 16 colours kinds and tones would fall together; letters tell them apart.
-        text = to_text(chart, console.width, colored=console.color_system in ("256", "truecolor"))
-        console.print(text, soft_wrap=True)
-    return 0
+        colored = console.color_system in ("256", "truecolor")
+        for chart in charts:
+            console.print(to_text(chart, console.width, colored), soft_wrap=True)
 
 
 def _write(path: Path, text: str) -> None:
@@ -181,47 +221,45 @@ def _write(path: Path, text: str) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    schedule = _schedule(options)
-    played = simulate(schedule, options.cost)
+    schedule, played, choice = _played(options)
     if options.json:
-        numbers = {"makespan": played.makespan, "bubble": max(played.bubble)}
-        lists = {"bubble_per_rank": played.bubble, "peak_in_flight": played.peak_in_flight}
-        json.dump(numbers | lists, sys.stdout)
+        numbers: dict[str, Any] = {"makespan": played.makespan, "bubble": max(played.bubble)}
+        numbers |= {"bubble_per_rank": played.bubble, "peak_in_flight": played.peak_in_flight}
+        if options.memory is not None:
+            numbers["peak_bytes"] = played.peak_bytes
+        if choice is not None:
+            numbers |= {"schedule": choice.name, "chunks": choice.num_chunks, "why": choice.why}
+        json.dump(numbers, sys.stdout)
         print()
         return 0
+    if choice is not None:
+        print(f"auto chose {choice.why}\n")
     worst = max(played.bubble)
     sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches"
     print(f"{schedule.name}: {sizes}")
     print(f"makespan {played.makespan:g}, bubble {worst:g} ({worst / played.makespan:.1%}) on the worst rank\n")
-    print("rank    busy  bubble       in flight")
+    print(f"rank    busy  bubble       in flight{'       bytes' if played.peak_bytes else ''}")
     for rank, (busy, bubble, held) in enumerate(zip(played.busy, played.bubble, played.peak_in_flight, strict=True)):
-        print(f"{rank:>4} {busy:>7g} {bubble:>7g} {bubble / played.makespan:>6.1%} {held:>8}")
+        held_bytes = f" {played.peak_bytes[rank]:>11.5g}" if played.peak_bytes else ""
+        print(f"{rank:>4} {busy:>7g} {bubble:>7g} {bubble / played.makespan:>6.1%} {held:>8}{held_bytes}")
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    results, refused = [], []
-    for name, record in ALL_SCHEDULES.items():
-        for chunks in _COMPARED_CHUNKS if record.takes_chunks else (None,):
-            try:
-                schedule = make_schedule(name, options.stages, options.micro_batches, chunks)
-            except ConfigError as error:
-                refused.append(str(error))
-                continue
-            per_rank = schedule.num_stages / schedule.num_ranks
-            played = simulate(schedule, _divided(options.cost, per_rank))
-            results.append(_result(schedule, played, name, per_rank))
-    results.sort(key=lambda result: result["makespan"])
+    found, refused = compare_schedules(options.stages, options.micro_batches, options.cost, options.memory)
     if options.json:
-        json.dump(results, sys.stdout)
+        json.dump([_result(candidate) for candidate in found], sys.stdout)
         print()
         return 0
-    print("schedule      stages   makespan  bubble  in flight  weights  messages")
-    for result in results:
+    held = f" {'bytes':>10}" if options.memory is not None else ""
+    print(f"schedule            stages   makespan  bubble  in flight  weights  messages{held}")
+    for candidate in found:
+        result = _result(candidate)
+        held = f" {result['bytes']:>10.4g}" if options.memory is not None else ""
         print(
-            "{schedule:<12} {stages:>7} {makespan:>10.6g} {fraction:>7.1%} {share:>10.4g} {weights:>8.3g} {messages:>9}".format(
-                fraction=result["bubble"] / result["makespan"], share=result["activations"], **result
-            )
+            f"{result['schedule']:<18} {result['stages']:>7} {result['makespan']:>10.6g} "
+            f"{result['bubble'] / result['makespan']:>7.1%} {result['activations']:>10.4g} {result['weights']:>8.3g} "
+            f"{result['messages']:>9}{held}"
         )
     print(
         "\nbubble: of the worst rank. in flight: most activations on a rank, in micro-batches of a rank's share of the model.\n"
@@ -232,29 +270,15 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _divided(costs: Costs, parts: float) -> Costs:
-    """Return the durations of one of `parts` equal stages; a message is as large as before."""
-    return Costs(
-        costs.forward / parts,
-        costs.input_gradient / parts,
-        costs.weight_gradient / parts,
-        costs.latency,
-        None if costs.pair is None else costs.pair / parts,
-    )
-
-
-def _result(schedule: Schedule, played: Simulation, name: str, per_rank: float) -> dict:
-    consumers = (action for rank in range(schedule.num_ranks) for action in schedule.actions_of(rank))
-    pairs = ((schedule.input_of(action), action) for action in consumers)
-    messages = sum(
-        source is not None and schedule.rank_of(source) != schedule.rank_of(action) for source, action in pairs
-    )
-    return {
-        "schedule": name,
-        "stages": schedule.num_stages,
+def _result(candidate: Candidate) -> dict[str, Any]:
+    played = candidate.played
+    result = {
+        "schedule": candidate.name,
+        "stages": candidate.schedule.num_stages,
         "makespan": played.makespan,
         "bubble": max(played.bubble),
-        "activations": max(played.peak_in_flight) / per_rank,
-        "weights": len(schedule.stages_of(0)) / per_rank,
-        "messages": messages,
+        "activations": candidate.activations,
+        "weights": candidate.weights,
+        "messages": len(played.arrivals),
     }
+    return result | ({"bytes": max(played.peak_bytes)} if played.peak_bytes else {})

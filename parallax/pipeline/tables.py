@@ -65,7 +65,8 @@ def parse_csv(text: str, name: str, file: str = "") -> Schedule:
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
         raise ConfigError(f"schedule {name}, {file}line {reader.line_num} is no CSV: {error}") from error
-    order, origin = [], []
+    order: list[tuple[Entry, ...]] = []
+    origin: list[tuple[str, ...]] = []
     for line, row in rows:
         cells = [(f"{file}line {line}, column {column}", cell) for column, cell in enumerate(row, start=1)]
         cells = [(where, cell) for where, cell in cells if not _SKIPPED.fullmatch(cell)]

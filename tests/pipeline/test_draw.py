@@ -74,7 +74,7 @@ def test_a_long_schedule_is_drawn_with_a_letter_a_box() -> None:
 
 def test_the_page_holds_every_action_once_with_its_words_and_needs_nothing_else() -> None:
     drawn = chart("dualpipe")
-    page = to_html(drawn)
+    page = to_html([drawn])
     ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
     actions = [str(action) for row in drawn.rows for block in row for action in block.parts]
     assert sorted(re.findall(r"^(?:<g.*\n)?(b?\d+[FBIW]\d+): ", page, re.MULTILINE)) == sorted(actions)
@@ -87,4 +87,4 @@ def test_a_name_is_no_markup() -> None:
     schedule = make_schedule("gpipe", 2, 2)
     named = chart_of(schedule, simulate(schedule))
     hostile = Chart("<script>alert(1)</script>", named.rows, named.in_flight, named.end, named.num_tones)
-    assert "<script>alert" not in to_html(hostile)
+    assert "<script>alert" not in to_html([hostile])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from parallax.pipeline.draw import NAMES, Block, Chart, color_of, describe, is_dark
 
-_ROW, _GAP, _LEFT, _CURVES = 30, 6, 60, 130  # pixels
+_ROW, _GAP, _LEFT, _CURVES = 32, 6, 70, 130  # pixels
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = 22, 900, 12000  # of the shortest box; of the whole
 
 _STYLE = """
@@ -16,13 +16,14 @@ div.scroll { overflow-x: auto }
 text { font: 11px system-ui, sans-serif; text-anchor: middle; dominant-baseline: central; pointer-events: none }
 text.name { text-anchor: end; font-size: 12px }
 g.block rect { stroke: #fff; stroke-width: 1 }
+g.block rect.pair { fill: none; stroke: #222; stroke-width: 1.5 }
 svg.picked g.block { opacity: 0.2 }
 svg.picked g.block.same { opacity: 1 }
 polyline { fill: none; stroke-width: 1.5; stroke-opacity: 0.8 }
 span.key { display: inline-block; width: 14px; height: 14px; margin: 0 6px 0 18px; vertical-align: -2px }
 """
 _SCRIPT = """
-const chart = document.querySelector("svg");
+for (const chart of document.querySelectorAll("svg"))
 for (const block of chart.querySelectorAll("g.block")) {
   block.addEventListener("mouseenter", () => {
     chart.classList.add("picked");
@@ -37,12 +38,31 @@ for (const block of chart.querySelectorAll("g.block")) {
 """
 
 
-def to_html(chart: Chart) -> str:
-    """Return the page; it needs nothing else, not even a network."""
-    unit = max(_NARROWEST / chart.shortest, _LEAST_WIDTH / chart.end)
-    unit = min(unit, _MOST_WIDTH / chart.end)
+def to_html(charts: Sequence[Chart]) -> str:
+    """Return the page with the charts one below the other; it needs nothing else, not even a network."""
+    shortest, end = min(chart.shortest for chart in charts), max(chart.end for chart in charts)
+    unit = min(max(_NARROWEST / shortest, _LEAST_WIDTH / end), _MOST_WIDTH / end)
+    pictures = "\n".join(f"<h3>{escape(chart.title)}</h3>\n{_picture(chart, unit, end)}" for chart in charts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(charts[0].title)}</title>'
+        f'<style>{_STYLE}</style></head>\n<body><div class="scroll">\n{pictures}\n</div>\n'
+        f"<p>{_legend(charts[0])}</p>\n<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _legend(chart: Chart) -> str:
+    keys = [(_css(color_of(kind, 0, 1)), f"{kind} {NAMES[kind]}") for kind in chart.kinds]
+    if chart.lighter:
+        keys.append((_css(color_of("F", 1, 2)), f"lighter: {chart.lighter}"))
+    spans = [f'<span class="key" style="background: {color}"></span>{escape(words)}' for color, words in keys]
+    if chart.has_pairs:
+        spans.append('<span class="key" style="border: 1.5px solid #222"></span>two at once')
+    return "".join(spans)
+
+
+def _picture(chart: Chart, unit: float, end: float) -> str:
     rows = len(chart.rows) * (_ROW + _GAP)
-    width, height = round(_LEFT + chart.end * unit + 20), rows + _CURVES + 40
+    width, height = round(_LEFT + end * unit + 20), rows + _CURVES + 40
     parts = [f'<svg width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">']
     for rank, row in enumerate(chart.rows):
         top = rank * (_ROW + _GAP)
@@ -53,17 +73,7 @@ def to_html(chart: Chart) -> str:
         )
         parts += [_block(chart, rank, block, top, unit) for block in row]
     parts += _curves(chart, rows + 10, unit)
-    parts.append("</svg>")
-    legend = "".join(
-        f'<span class="key" style="background: {_css(color_of(kind, 0, 1))}"></span>{kind} {NAMES[kind]}'
-        for kind in NAMES
-    )
-    title = escape(chart.title)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h3>{title}</h3>\n"
-        f'<div class="scroll">\n{chr(10).join(parts)}\n</div>\n<p>{legend}</p>\n<script>{_SCRIPT}</script></body></html>\n'
-    )
+    return "\n".join([*parts, "</svg>"])
 
 
 def _block(chart: Chart, rank: int, block: Block, top: float, unit: float) -> str:
@@ -81,6 +91,8 @@ def _block(chart: Chart, rank: int, block: Block, top: float, unit: float) -> st
             ink = "#fff" if is_dark(color) else "#222"
             x, middle = left + width / 2, y + height / 2
             inner.append(f'<text x="{x:.1f}" y="{middle:.1f}" fill="{ink}">{action.micro_batch}</text>')
+    if len(block.parts) > 1:
+        inner.append(f'<rect class="pair" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW}"/>')
     return f'<g class="block" data-batches="{batches}">{"".join(inner)}</g>'
 
 

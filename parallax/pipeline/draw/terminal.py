@@ -28,12 +28,11 @@ def to_text(chart: Chart, width: int = 100, colored: bool = True) -> Text:
         text.append(f" {chart.idle(rank):6.1%} {chart.most_in_flight[rank]:>9}\n")
     text.append("held ".rjust(name) + _curve(chart, scale, columns), Style(dim=True))
     text.append(f"        {max(chart.most_in_flight):>9}\n\n", Style(dim=True))
-    kinds = [
-        kind for kind in NAMES if any(kind == part.kind for row in chart.rows for box in row for part in box.parts)
-    ]
-    for kind in kinds:
+    for kind in chart.kinds:
         text.append(f" {kind} ", _style(kind, 0, 1) if colored else Style())
         text.append(f" {NAMES[kind]}   ")
+    if colored and chart.lighter:
+        text.append(f" lighter: {chart.lighter}")
     return text
 
 

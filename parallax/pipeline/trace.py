@@ -1,0 +1,171 @@
+"""What a real step did: for each rank when its actions ran, when it waited, when messages left and came.
+
+    record = RankRecord(rank, origin=time.perf_counter())      # by every rank, right after a barrier
+    record.add(RUN, entry, start, end)                         # while the step runs; clock readings
+    record.add(SEND, action, start, end, peer)                 # of the action's result
+    trace = Trace("1f1b", [RankRecord.from_data(data) for data in gathered])
+    chart_of_trace(trace)                                      # as a schedule is drawn (parallax.pipeline.draw)
+    to_perfetto(trace)                                         # for ui.perfetto.dev (parallax.pipeline.draw.perfetto)
+    simulate(trace.schedule(), trace.costs())                  # what the step would be if messages took no time
+
+A record takes no torch and no clock: whoever runs the step reads the clock and says what was done. Clocks of different
+ranks need a common moment, `origin`; on one machine that is the same clock anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parallax.errors import ConfigError
+from parallax.pipeline.actions import Action, Entry, Pair, Schedule, parse_entry
+from parallax.pipeline.costs import Costs
+from parallax.pipeline.tables import owners_of
+
+RUN, WAIT, SEND, RECEIVE = EVENT_KINDS = ("run", "wait", "send", "receive")
+_FORMAT = "parallax pipeline trace 1"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took its time on a rank, in seconds from the common moment.
+
+    kind: RUN, an entry of the schedule; WAIT, for the result of an action on another rank; SEND, from the moment that a result
+        could leave until it has left; RECEIVE, from the posted receive until the result is there.
+    what: the entry that ran, or the action whose result it is.
+    peer: the other rank of a message; None for RUN.
+    """
+
+    kind: str
+    what: Entry
+    start: float
+    end: float
+    peer: int | None = None
+
+
+@dataclass
+class RankRecord:
+    """What one rank did in one step; origin: its clock at the moment that is 0 for all ranks."""
+
+    rank: int
+    origin: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, kind: str, what: Entry, start: float, end: float, peer: int | None = None) -> None:
+        """Record an event by the clock's readings."""
+        assert kind in EVENT_KINDS and end >= start and (peer is None) == (kind == RUN), (kind, what, start, end, peer)
+        self.events.append(Event(kind, what, start - self.origin, end - self.origin, peer))
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain lists and strings, to be sent to another rank; `from_data` reads them."""
+        events = [[event.kind, str(event.what), event.start, event.end, event.peer] for event in self.events]
+        return {"rank": self.rank, "events": events}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> RankRecord:
+        """Return the record; raises KeyError, TypeError, ValueError or ConfigError if it is none."""
+        events = [
+            Event(kind, parse_entry(what), float(start), float(end), peer if peer is None else int(peer))
+            for kind, what, start, end, peer in data["events"]
+        ]
+        if not all(event.kind in EVENT_KINDS and event.end >= event.start for event in events):
+            raise ValueError(f"rank {data['rank']} has an event of an unknown kind, or one that ends before it starts")
+        return cls(int(data["rank"]), events=events)
+
+
+class Trace:
+    """The records of all ranks of one step, in order of rank; the earliest event is at 0.
+
+    name: of the step, as a title.
+    """
+
+    def __init__(self, name: str, records: Iterable[RankRecord]) -> None:
+        self.name = name
+        self.records = sorted(records, key=lambda record: record.rank)
+        assert [record.rank for record in self.records] == list(range(len(self.records))), "a record of each rank"
+        assert all(any(event.kind == RUN for event in record.events) for record in self.records), (
+            "each rank ran something"
+        )
+        first = min(event.start for record in self.records for event in record.events)
+        for record in self.records:
+            record.events = [
+                Event(event.kind, event.what, event.start - first, event.end - first, event.peer)
+                for event in sorted(record.events, key=lambda event: (event.start, event.end))
+            ]
+
+    def events(self, kind: str) -> list[tuple[int, Event]]:
+        """Return (rank, event) of one kind, by rank, then by start."""
+        return [(record.rank, event) for record in self.records for event in record.events if event.kind == kind]
+
+    def schedule(self) -> Schedule:
+        """Return the table of what ran, in the order in which it did."""
+        order = tuple(tuple(event.what for event in record.events if event.kind == RUN) for record in self.records)
+        actions = [action for row in order for entry in row for action in entry.parts]
+        return Schedule(
+            self.name,
+            num_stages=1 + max(action.stage for action in actions),
+            num_ranks=len(order),
+            num_micro_batches=1 + max(action.micro_batch for action in actions),
+            order=order,
+            owner=owners_of(self.name, order),
+            forward_only=all(action.kind == "F" for action in actions),
+        )
+
+    @property
+    def makespan(self) -> float:
+        """End of the last action, in seconds."""
+        return max(event.end for _, event in self.events(RUN))
+
+    def costs(self) -> Costs:
+        """Return the median time of each kind of action on each stage, and of pairs, messages taking no time.
+
+        A whole backward counts as I, unless the stage also has split ones. A pair's gain counts for both of its stages.
+        """
+        times: dict[tuple[str, int], list[float]] = {}
+        for _, event in self.events(RUN):
+            if isinstance(event.what, Action):
+                times.setdefault((event.what.kind, event.what.stage), []).append(event.end - event.start)
+        stages = range(self.schedule().num_stages)
+        pairs = [(event.what, event.end - event.start) for _, event in self.events(RUN) if isinstance(event.what, Pair)]
+        forward = tuple(_median(times.get(("F", stage))) for stage in stages)
+        weight = tuple(_median(times.get(("W", stage))) for stage in stages)
+        whole = tuple(_median(times.get(("B", stage))) for stage in stages)
+        half = tuple(_median(times.get(("I", stage))) or whole[stage] for stage in stages)
+        alone = Costs(forward, half, weight)
+        gains: dict[int, list[float]] = {}
+        for pair, time in pairs:
+            gain = sum(map(alone.of, pair.parts)) - time
+            for action in pair.parts:
+                gains.setdefault(action.stage, []).append(gain)
+        paired = tuple(
+            alone.of(Action("F", stage, 0)) + alone.of(Action("B", stage, 0)) - _median(gains.get(stage))
+            for stage in stages
+        )
+        return Costs(forward, half, weight, pair=paired if pairs else None)
+
+
+def _median(times: list[float] | None) -> float:
+    return median(times) if times else 0.0
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Write the trace as JSON that `read_trace` reads."""
+    data = {"format": _FORMAT, "name": trace.name, "ranks": [record.to_data() for record in trace.records]}
+    Path(path).write_text(json.dumps(data), encoding="utf-8")
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Return the trace in a file; raises ConfigError if there is none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT:
+            raise ValueError(f"its format is {data['format']!r}")
+        return Trace(str(data["name"]), map(RankRecord.from_data, data["ranks"]))
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{path} is no trace of a pipeline step, as --trace-pipeline writes it: {error}") from error

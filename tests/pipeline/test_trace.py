@@ -1,0 +1,134 @@
+"""A recorded step: what comes back from it, its times as costs, and what the viewers of Chrome and Perfetto are given."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from parallax.errors import ConfigError
+from parallax.pipeline import ALL_SCHEDULES, Action, Costs, Schedule, make_schedule, simulate
+from parallax.pipeline.draw import chart_of, chart_of_trace
+from parallax.pipeline.draw.perfetto import to_perfetto
+from parallax.pipeline.trace import RECEIVE, RUN, SEND, WAIT, RankRecord, Trace, read_trace, write_trace
+
+
+def recorded(schedule: Schedule, costs: Costs, origins: tuple[float, ...] = ()) -> Trace:
+    """Return what ranks would record whose step goes exactly as simulated; each clock has another origin."""
+    played = simulate(schedule, costs)
+    records = []
+    for rank, row in enumerate(schedule.order):
+        origin = origins[rank] if origins else 0.0
+        record, free_at = RankRecord(rank, origin), 0.0
+        for entry in row:
+            start, end = (played.starts[entry.parts[0]], played.ends[entry.parts[0]])
+            for action in entry.parts:
+                source = schedule.input_of(action)
+                if source in played.arrivals:
+                    times = (played.ends[source] + origin, played.arrivals[source] + origin)
+                    record.add(RECEIVE, source, *times, schedule.rank_of(source))
+                    if start > free_at:
+                        record.add(WAIT, source, free_at + origin, start + origin, schedule.rank_of(source))
+            record.add(RUN, entry, start + origin, end + origin)
+            for action in entry.parts:
+                if action in played.arrivals:
+                    record.add(SEND, action, end + origin, played.arrivals[action] + origin, schedule.target_of(action))
+            free_at = end
+        records.append(RankRecord.from_data(json.loads(json.dumps(record.to_data()))))
+    return Trace(schedule.name, reversed(records))
+
+
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+def test_a_recorded_step_is_the_schedule_that_ran_and_is_drawn_as_its_simulation(name: str) -> None:
+    schedule = make_schedule(name, 4, 12)
+    costs = Costs(0.5, 0.625, 0.375, latency=0.125, pair=1.25)
+    played = simulate(schedule, costs)
+    trace = recorded(schedule, costs, origins=(0.0, 1024.0, -512.0, 4096.0))
+    assert trace.schedule() == schedule and trace.makespan == played.makespan
+    drawn, simulated = chart_of_trace(trace), chart_of(schedule, played)
+    assert (drawn.rows, drawn.in_flight, drawn.end) == (simulated.rows, simulated.in_flight, simulated.end)
+    assert f"{played.makespan:.4g} s" in drawn.title and "recorded" in drawn.title
+    again = simulate(schedule, Costs(**{**vars(trace.costs()), "latency": 0.125}))
+    assert again.makespan == pytest.approx(played.makespan)
+
+
+def test_the_costs_of_a_trace_are_the_medians_of_each_kind_on_each_stage() -> None:
+    costs = Costs((1.0, 2.0), (1.5, 0.5), (0.5, 1.5), pair=(2.5, 3.0))
+    trace = recorded(make_schedule("dualpipe", 2, 8), costs)
+    # The two pairs of stages 0 and 1 gain what the lesser gains, 0.5; that is all a trace can show.
+    # On stage 1 no backward is split in this table.
+    assert trace.costs() == Costs((1.0, 2.0), (1.5, 2.0), (0.5, 0.0), pair=(2.5, 3.5))
+    whole = recorded(make_schedule("1f1b", 2, 4), costs).costs()
+    assert whole == Costs((1.0, 2.0), (2.0, 2.0), (0.0, 0.0))
+    records = [RankRecord(0), RankRecord(1)]
+    for number, slow in enumerate((1.0, 1.0, 9.0)):
+        for rank, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B")):
+            records[rank].add(RUN, Action(kind, rank, number), 10.0 * number, 10.0 * number + slow)
+    assert Trace("slow", records).costs().forward == (1.0, 1.0)
+
+
+def test_a_trace_in_a_file_reads_back_and_what_is_none_is_said_so(tmp_path: Path) -> None:
+    trace = recorded(make_schedule("zb-v", 2, 4), Costs(latency=0.5))
+    write_trace(trace, tmp_path / "step.json")
+    back = read_trace(tmp_path / "step.json")
+    assert back.name == "zb-v" and back.records == trace.records
+    with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
+        read_trace(tmp_path / "none.json")
+    good = json.loads((tmp_path / "step.json").read_text())
+    event = ["run", "0F0", 0.0, 1.0, None]
+    for broken in (
+        "{",
+        "[]",
+        "{}",
+        json.dumps(good | {"format": "other"}),
+        json.dumps(good | {"ranks": good["ranks"][1:]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": []}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0X0", 0.0, 1.0, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["sleep", *event[1:]]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 2.0, 1.0, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0"]]}]}),
+    ):
+        (tmp_path / "broken.json").write_text(broken)
+        with pytest.raises(ConfigError, match=r"broken\.json is no trace of a pipeline step") as caught:
+            read_trace(tmp_path / "broken.json")
+        assert len(caught.value.problems) == 1
+
+
+def test_the_viewers_get_a_process_for_each_rank_and_an_arrow_for_each_message() -> None:
+    schedule = make_schedule("dualpipe", 4, 8)
+    costs = Costs(latency=0.5, message_bytes=1, bandwidth=0.5)  # messages are under way while others leave
+    played = simulate(schedule, costs)
+    events = json.loads(to_perfetto(recorded(schedule, costs)))["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        f"rank {r}" for r in range(4)
+    }
+    slices = [event for event in events if event["ph"] == "X"]
+    for rank in range(4):
+        names = [event["name"] for event in slices if (event["pid"], event["cat"]) == (rank, RUN)]
+        assert names == [str(entry) for entry in schedule.order[rank]]
+    for thread in {(event["pid"], event["tid"]) for event in slices}:
+        times = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == thread)
+        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(times))
+    arrows = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
+    assert arrows["s"].keys() == arrows["f"].keys() and len(arrows["s"]) == len(played.arrivals)
+    for index, start in arrows["s"].items():
+        end = arrows["f"][index]
+        assert end["ts"] > start["ts"] and end["pid"] != start["pid"] and end["bp"] == "e"
+        begin, finish = (
+            next(
+                one["name"]
+                for one in slices
+                if (one["pid"], one["tid"]) == (arrow["pid"], arrow["tid"])
+                and one["ts"] <= arrow["ts"] < one["ts"] + one["dur"]
+            )
+            for arrow in (start, end)
+        )
+        assert begin.split()[0] == finish.split()[0] and f"to rank {end['pid']}" in begin and "from rank" in finish
+
+
+def test_recording_takes_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, parallax.pipeline.trace, parallax.pipeline.draw.perfetto; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
