@@ -1,0 +1,84 @@
+"""Which tokenizer and which chat template go together, and the tokenizer that a checkpoint carries: with the template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from parallax.data.chat.encoded import ChatEncoder
+from parallax.data.chat.hugging_face import load_hugging_face
+from parallax.data.chat.templates import MARKUPS, OwnTemplate
+from parallax.data.tokenizer_source import find_tokenizer
+from parallax.data.tokenizers import Tokenizer, load_tokenizer
+from parallax.errors import ConfigError
+
+DEFAULT_TEMPLATE = "chatml"  # of tokenizers that bring none
+
+
+class TokenizerWithTemplate(Tokenizer):
+    """A tokenizer whose files hold a chat template too, so that `transformers` opens the folder with it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.vocab_size, self.eos_id, self.bos_id = tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id
+        self.fingerprint, self.description = tokenizer.fingerprint, tokenizer.description
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._tokenizer.encode_batch(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_id(name)
+
+    def token_name(self, token: int) -> str:
+        return self._tokenizer.token_name(token)
+
+    def files(self) -> dict[str, bytes]:
+        return {**self._tokenizer.files(), "chat_template.jinja": self._template.encode()}
+
+
+def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Tokenizer, ChatEncoder]:
+    """Open what --tokenizer and --template name; None are the default tokenizer, and the tokenizer's own template or ChatML.
+
+    Raises:
+        ConfigError: one of them cannot be read, or they do not fit each other.
+    """
+    if problems := check_template(tokenizer, template):
+        raise ConfigError(problems)
+    source = find_tokenizer(tokenizer)
+    opened = load_tokenizer(tokenizer)
+    encoder: ChatEncoder
+    if source.kind == "huggingface" and template not in MARKUPS:
+        assert source.path is not None
+        given = None if template is None else Path(template).read_text(encoding="utf-8")
+        encoder = load_hugging_face(source.path, template or str(tokenizer), given)
+    else:
+        encoder = OwnTemplate(template or DEFAULT_TEMPLATE, opened)
+    return opened if encoder.template is None else TokenizerWithTemplate(opened, encoder.template), encoder
+
+
+def check_template(tokenizer: str | None, template: str | None) -> list[str]:
+    """Say what is wrong with --template; what is wrong with --tokenizer alone is left to `find_tokenizer`."""
+    if template is None or template in MARKUPS:
+        return []
+    possible = f"use {', '.join(MARKUPS)}, or a file with a template in Jinja"
+    try:
+        Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        return [
+            f"--template {template}: there is no such template, and no file to read ({error.strerror}); {possible}."
+        ]
+    except ValueError:
+        return [f"--template {template}: the file is not UTF-8 text; {possible}."]
+    try:
+        kind = find_tokenizer(tokenizer).kind
+    except ConfigError:
+        return []
+    if kind != "huggingface":
+        return [f"--template {template}: Jinja needs a Hugging Face tokenizer; use {', '.join(MARKUPS)} with this one."]
+    return []
