@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from parallax.pipeline.driver import DualPipe, Pipeline
     from parallax.pipeline.executor import PipelineExecutor
     from parallax.pipeline.schedules import ALL_SCHEDULES, SCHEDULES, forward_only, make_schedule
+    from parallax.pipeline.schedules.automatic import choose_schedule
     from parallax.pipeline.simulator import simulate
+    from parallax.pipeline.tables import read_schedule
     from parallax.pipeline.transport import ActivationSpec
 
 _HOMES = {
@@ -37,8 +39,10 @@ _HOMES = {
     "PipelineExecutor": "executor",
     "Schedule": "actions",
     "check_schedule": "check",
+    "choose_schedule": "schedules.automatic",
     "forward_only": "schedules",
     "make_schedule": "schedules",
+    "read_schedule": "tables",
     "simulate": "simulator",
 }
 
@@ -55,8 +59,10 @@ __all__ = [
     "PipelineExecutor",
     "Schedule",
     "check_schedule",
+    "choose_schedule",
     "forward_only",
     "make_schedule",
+    "read_schedule",
     "simulate",
 ]
 
