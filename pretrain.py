@@ -106,6 +106,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 save_to(root, parts, identity, mesh),
                 flops_per_token(model, training.seq_len),
                 total_peak_flops(mesh, dtype),
+                config.out,
             )
         )
         metrics.say(f"done           {config.out} holds metrics.jsonl, tensorboard/ and checkpoints/")

@@ -46,7 +46,7 @@ _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
 # name is told by their fingerprints, not by their paths.
 HARMLESS = frozenset(
     "data tokenizer tp pp dp sp schedule chunks pipeline_layout zero micro_batch recompute steps tokens "
-    "out resume save_every log_every eval_every eval_steps timeout config dry_run world_size".split()
+    "out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size".split()
 )
 
 

@@ -28,9 +28,10 @@ import torch
 
 from parallax.errors import ConfigError
 from parallax.mesh import Group, rank_of, size_of
-from parallax.pipeline.actions import Action, Pair, Schedule
+from parallax.pipeline.actions import Action, Entry, Pair, Schedule
 from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
+from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.segments import Steps, Trace, alone, backward_steps, forward_steps, in_turn
 from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
 from parallax.tensor_parallel.segments import Segment
@@ -48,6 +49,7 @@ class _Run:
     program: Program
     last_backwards: dict[Action, int]
     before_last_backward: Callable[[int], None] | None
+    recorder: Recorder | None
     cut: bool  # whether chunks are cut into segments
     results: dict[Action, torch.Tensor | None] = field(default_factory=dict)  # until sent, or used by a stage here
     forwarded: dict[tuple[int, int, int], Trace] = field(default_factory=dict)
@@ -115,15 +117,19 @@ class PipelineExecutor:
         return check_schedule(schedule)
 
     def run(
-        self, program: Program | None = None, before_last_backward: Callable[[int], None] | None = None
+        self,
+        program: Program | None = None,
+        before_last_backward: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> list[torch.Tensor]:
         """Do one step; called by every rank of the pipeline with the same program.
 
         before_last_backward: called with a stage right before the backward that completes its gradients.
+        recorder: is told what runs when.
         Returns the last stage's outputs, detached, in the order of the micro-batches; [] on other ranks.
         Raises RuntimeError, naming the action, if another rank is gone.
         """
-        walk = self.walk(program, before_last_backward)
+        walk = self.walk(program, before_last_backward, recorder)
         while True:
             try:
                 next(walk)
@@ -131,38 +137,58 @@ class PipelineExecutor:
                 return end.value
 
     def walk(
-        self, program: Program | None = None, before_last_backward: Callable[[int], None] | None = None
+        self,
+        program: Program | None = None,
+        before_last_backward: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> Generator[Step, None, list[torch.Tensor]]:
         """Do the same step by step: yields each step just before it is done."""
         program = program or self.program
-        order = program.schedule.order[self.rank]
         run = _Run(
             program,
             program.schedule.last_backwards(self.rank),
             before_last_backward,
-            cut=any(isinstance(entry, Pair) for entry in order),
+            recorder,
+            cut=any(isinstance(entry, Pair) for entry in program.schedule.order[self.rank]),
         )
         self._in_flight = self.peak_in_flight = 0
         self.weights.clear()
         for step in self._steps(program):
             yield step
-            if isinstance(step, Receive):
-                self._connected.post(step.message)
-            elif isinstance(step, Send):
-                self._send(run, step.message)
-            elif isinstance(step, Pair):
-                forward = self._forward(run, step.forward, self._input(run, step.forward))
-                backward = self._backward(run, step.backward, self._input(run, step.backward))
-                in_turn(forward, backward)
-            elif step.kind == "W":
-                self._weights(step)
-            elif step.kind == "F":
-                alone(self._forward(run, step, self._input(run, step)))
-            else:
-                alone(self._backward(run, step, self._input(run, step)))
+            self._do(run, step)
         if self._transport is not None:
             self._transport.finish()
         return [run.outputs[number] for number in sorted(run.outputs)]
+
+    def _do(self, run: _Run, step: Step) -> None:
+        if isinstance(step, Receive):
+            self._connected.post(step.message)
+            if run.recorder is not None:
+                run.recorder.posted(step.message)
+        elif isinstance(step, Send):
+            self._send(run, step.message)
+            if run.recorder is not None:
+                run.recorder.sent(step.message)
+        else:
+            inputs = [self._input(run, action) for action in step.parts]
+            started = None if run.recorder is None else run.recorder.now()
+            try:
+                self._compute(run, step, inputs)
+            except RuntimeError as error:  # a collective in a stage, whose other ranks are gone
+                raise RuntimeError(f"pipeline rank {self.rank}, in {step}: {error}") from error
+            if run.recorder is not None:
+                run.recorder.ran(step, started)
+
+    def _compute(self, run: _Run, entry: Entry, inputs: Sequence[torch.Tensor | None]) -> None:
+        if isinstance(entry, Pair):
+            forward = self._forward(run, entry.forward, inputs[0])
+            in_turn(forward, self._backward(run, entry.backward, inputs[1]))
+        elif entry.kind == "W":
+            self._weights(entry)
+        elif entry.kind == "F":
+            alone(self._forward(run, entry, inputs[0]))
+        else:
+            alone(self._backward(run, entry, inputs[0]))
 
     @property
     def _connected(self) -> Transport:
@@ -188,7 +214,11 @@ class PipelineExecutor:
     def _input(self, run: _Run, action: Action) -> torch.Tensor | None:
         message = run.program.inbox.get(action)
         if message is not None:
-            return self._connected.receive(message)
+            started = None if run.recorder is None else run.recorder.now()
+            tensor = self._connected.receive(message)
+            if run.recorder is not None:
+                run.recorder.received(message, started)
+            return tensor
         source = run.program.schedule.input_of(action)
         return None if source is None else run.results.pop(source)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from parallax.data.loader import BatchLoader
 from parallax.errors import ConfigError
+from parallax.pipeline.recorder import Recorder
 from parallax.training.flops import mfu
 from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
 from parallax.training.options import RunOptions
+from parallax.training.pipeline_trace import write_pipeline_trace
 from parallax.training.state import TrainState
 from parallax.training.step import StepResult, TrainStep, evaluate
 
@@ -31,7 +33,7 @@ class Run:
 
     steps: of the whole run. tokens_per_step: targets of one step, over all ranks. learning_rate: of a step counted from 0.
     save: writes a checkpoint of the state as it is. flops_per_token: the model's own operations. peak_flops: of all devices
-    together.
+    together. out: the run's folder.
     """
 
     options: RunOptions
@@ -46,6 +48,7 @@ class Run:
     save: Callable[[TrainState], Path]
     flops_per_token: float
     peak_flops: float
+    out: Path
 
 
 def fit(run: Run) -> None:
@@ -54,11 +57,15 @@ def fit(run: Run) -> None:
     watch, saved = Stopwatch(), state.step
     while state.step < run.steps:
         lr = run.learning_rate(state.step)
-        result = run.train_step(run.loader.micro_batches(state.step), lr)
+        traced = state.step + 1 == options.trace_pipeline
+        recorder = Recorder(run.train_step.mesh.pp, run.train_step.mesh.device) if traced else None
+        result = run.train_step(run.loader.micro_batches(state.step), lr, recorder)
         state.step += 1
         state.tokens += run.tokens_per_step
         watch.steps += 1
         metrics.advance(state.step)
+        if recorder is not None:
+            _write_trace(run, recorder)
         last = state.step == run.steps
         evaluates = run.evaluation is not None and (last or _due(state.step, options.eval_every))
         values: dict[str, float] = {}
@@ -77,6 +84,15 @@ def fit(run: Run) -> None:
             saved = state.step
         watch.pause(time.perf_counter() - started)
     assert saved == state.step, (saved, state)
+
+
+def _write_trace(run: Run, recorder: Recorder) -> None:
+    """Write the step as the first of the pipelines ran it."""
+    schedule = run.train_step.runner.training.schedule
+    trace = recorder.trace(f"{schedule.name} step {run.state.step}")
+    if run.train_step.mesh.rank == 0:
+        files = write_pipeline_trace(trace, run.out)
+        run.metrics.say(f"traced         step {run.state.step}: {', '.join(map(str, files))}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -187,6 +187,9 @@ class RunOptions:
     eval_steps: Annotated[int | None, named("eval-steps", "eval-iters", metavar="INT", default="8")] = None
     """Global batches in an evaluation."""
 
+    trace_pipeline: Annotated[int | None, named("trace-pipeline", metavar="STEP", default="no step")] = None
+    """Record what each pipeline rank does in this step, counted from 1, and draw it beside the simulation, in --out."""
+
     timeout: Annotated[float, named("timeout", metavar="SECONDS")] = 600.0
     """How long a process waits for the others before it gives up."""
 
@@ -226,6 +229,8 @@ class RunOptions:
             problems.append(f"--eval-steps {self.eval_steps} has no effect with --eval-every 0; leave one of them out")
         if self.eval_every > 0 and eval_fraction == 0:
             problems.append("--eval-fraction 0 holds out nothing to evaluate on; use --eval-every 0 with it")
+        if self.trace_pipeline is not None and self.trace_pipeline < 1:
+            problems.append(f"--trace-pipeline {self.trace_pipeline} must be the number of a step, counted from 1")
         if self.timeout <= 0:
             problems.append(f"--timeout {self.timeout} must be above 0 seconds")
         if self.world_size is not None and not self.dry_run:

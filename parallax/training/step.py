@@ -28,6 +28,7 @@ from parallax.models.packed_rows import PackedRows
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.lower import Program
+from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.transport import ActivationSpec
 from parallax.tensor_parallel.segments import Segment, merged
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
@@ -130,6 +131,7 @@ class StageRunner:
         batches: Sequence[Batch],
         weight: torch.Tensor,
         before_last_backward: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> torch.Tensor:
         """Run a program; return this rank's contribution to the loss, float64, counted once over the world.
 
@@ -137,7 +139,7 @@ class StageRunner:
         """
         self.batches, self.weight = batches, weight
         self.rows = [PackedRows.from_batch(batch) for batch in batches]
-        losses = self.executor.run(program, before_last_backward)
+        losses = self.executor.run(program, before_last_backward, recorder)
         self.batches = self.rows = ()
         # Every tp rank of the last stage computes the same loss.
         if not losses or self.mesh.tp_rank != 0:
@@ -156,7 +158,7 @@ class TrainStep:
     mesh: Mesh
     clip_grad: float  # limit of the global gradient norm; 0: no clipping
 
-    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+    def __call__(self, batches: Sequence[Batch], learning_rate: float, recorder: Recorder | None = None) -> StepResult:
         batches = self.runner.on_device(batches)
         weight = self.runner.count(batches)
         self.buckets.zero_grad()
@@ -165,6 +167,7 @@ class TrainStep:
             batches,
             weight,
             before_last_backward=self.buckets.expect_last_backward,
+            recorder=recorder,
         )
         self.buckets.finish()
         totals = all_reduce_(torch.stack([local_squared_norm(self.buckets), loss]), self.mesh.world)
