@@ -47,7 +47,8 @@ def test_a_recorded_step_is_the_schedule_that_ran_and_is_drawn_as_its_simulation
     assert trace.schedule() == schedule and trace.makespan == played.makespan
     drawn, simulated = chart_of_trace(trace), chart_of(schedule, played)
     assert (drawn.rows, drawn.in_flight, drawn.end) == (simulated.rows, simulated.in_flight, simulated.end)
-    assert f"{played.makespan:.4g} s" in drawn.title and "recorded" in drawn.title
+    bubble = max(played.bubble) / played.makespan
+    assert drawn.title == f"{name}, recorded: 4 ranks, time {played.makespan:g} s, bubble {bubble:.1%}"
     again = simulate(schedule, Costs(**{**vars(trace.costs()), "latency": 0.125}))
     assert again.makespan == pytest.approx(played.makespan)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from parallax.pipeline.actions import Action, Entry, Schedule
 from parallax.pipeline.simulator import Simulation
-from parallax.pipeline.trace import RUN, WAIT, Trace
+from parallax.pipeline.trace import RUN, Trace
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
 _COLORS = {"F": (66, 112, 193), "B": (46, 139, 87), "I": (124, 168, 48), "W": (222, 143, 40)}
@@ -127,32 +127,30 @@ def chart_of_trace(trace: Trace) -> Chart:
     """Return the chart of what ran, on an axis in seconds."""
     rows = [(rank, event.what, event.start, event.end) for rank, event in trace.events(RUN)]
     busy = [sum(end - start for at, _, start, end in rows if at == rank) for rank in range(len(trace.records))]
-    waited = max(
-        (sum(event.end - event.start for at, event in trace.events(WAIT) if at == rank) for rank in range(len(busy))),
-        default=0.0,
-    )
-    title = (
-        f"{trace.name}, recorded: {trace.makespan:.4g} s, idle {1 - min(busy) / trace.makespan:.1%} on the worst rank, "
-        f"which of all waits longest for messages {waited:.4g} s"
-    )
+    worst = 1 - min(busy) / trace.makespan
+    title = f"{trace.name}, recorded: {len(busy)} ranks, time {trace.makespan:g} s, bubble {worst:.1%}"
     return chart_of_rows(title, len(trace.records), rows)
 
 
 def _in_flight(row: Sequence[Block]) -> tuple[tuple[float, int], ...]:
-    changes = {0.0: 0}  # of the number held, by time; what ends when another begins is no change
+    changes = {0.0: 0}  # of the number held, by time, rounded: what ends when another begins is no change
     keeps = any(action.kind in ("B", "I") for block in row for action in block.parts)
     for block in row:
         for action in block.parts:
             if action.kind == "F":
-                changes[block.start] = changes.get(block.start, 0) + 1
+                changes[_rounded(block.start)] = changes.get(_rounded(block.start), 0) + 1
             if action.kind in ("B", "I") or not keeps:
-                changes[block.end] = changes.get(block.end, 0) - 1
+                changes[_rounded(block.end)] = changes.get(_rounded(block.end), 0) - 1
     curve: list[tuple[float, int]] = []
     held = 0
     for time in sorted(changes):
         held += changes[time]
         curve.append((time, held))
     return tuple(curve)
+
+
+def _rounded(time: float) -> float:
+    return float(f"{time:.9g}")
 
 
 def color_of(kind: str, tone: int, num_tones: int) -> tuple[int, int, int]:
