@@ -121,7 +121,7 @@ def check_data_path(given: str, rules: Reading = Reading()) -> list[str]:
             return [f"{flag}{given}: this is neither a file nor a folder."]
         elif problem := check_packing(path):
             return [f"{flag}{given}: {problem}."]
-        elif not _is_text(path):
+        elif (rules.format or format_of(path)) == "text" and not _is_text(path):
             return [f"{flag}{given}: the file is not UTF-8 text; convert it, or leave it out."]
         else:
             files = [path]

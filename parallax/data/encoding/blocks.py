@@ -143,12 +143,13 @@ def line_blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (number of the first line, whole lines) of a stream of .jsonl, in blocks of about BLOCK_BYTES."""
     number, rest, at_start = 1, [], True
     while data := stream.read(BLOCK_BYTES):
-        if at_start:
-            data, at_start = data.removeprefix(BYTE_ORDER_MARK), False
-        # A CR at the end may be half of a CR LF.
-        cut = data.rfind(b"\n") + 1 or data.rfind(b"\r", 0, len(data) - 1) + 1
+        # A CR at the end may be half of a CR LF. Less than was asked for is the end of the stream.
+        is_last = len(data) < BLOCK_BYTES
+        cut = len(data) if is_last else data.rfind(b"\n") + 1 or data.rfind(b"\r", 0, len(data) - 1) + 1
         if cut:
             block = b"".join([*rest, data[:cut]])
+            if at_start:
+                block, at_start = block.removeprefix(BYTE_ORDER_MARK), False
             yield number, block
             number += _count_lines(block)
             rest = []

@@ -47,6 +47,7 @@ class IndexedWriter:
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
+        self._open_tokens = 0  # of a document whose end has not come yet
         self._bin = _open_alone(self.bin_path)
 
     @property
@@ -75,6 +76,33 @@ class IndexedWriter:
         length = len(content) // self.dtype.itemsize
         assert length * self.dtype.itemsize == len(content), "half an id"
         self.num_tokens += length
+        self._add_lengths(length)
+
+    def add_texts(self, content: bytes, lengths: np.ndarray, ends: np.ndarray) -> None:
+        """Add many texts at once; a document is one or more of them, and becomes one sequence.
+
+        Args:
+            content: the bytes of all ids, of the file's type.
+            lengths: `[texts]`, how many ids each text has.
+            ends: bool `[texts]`, whether a text ends its document; the texts of a document may come in several calls.
+        """
+        stops = np.cumsum(lengths, dtype=np.int64)
+        total = int(stops[-1]) if len(stops) else 0
+        assert total * self.dtype.itemsize == len(content), (total, len(content))
+        self._write(content)
+        self.num_tokens += total
+        documents = np.diff(stops[ends], prepend=-self._open_tokens)
+        self._open_tokens += total - int(documents.sum())
+        if len(documents) and documents.max() > LONGEST_SEQUENCE:
+            for length in documents.tolist():
+                self._add_lengths(length)
+                self.end_document()
+        else:
+            first = len(self._lengths) + 1
+            self._lengths.frombytes(documents.astype(np.int32).tobytes())
+            self._documents.frombytes(np.arange(first, first + len(documents), dtype=np.int64).tobytes())
+
+    def _add_lengths(self, length: int) -> None:
         while length > LONGEST_SEQUENCE:
             self._lengths.append(LONGEST_SEQUENCE)
             length -= LONGEST_SEQUENCE
@@ -94,16 +122,6 @@ class IndexedWriter:
         """Add a document of one sequence."""
         self.add_sequence(ids)
         self.end_document()
-
-    def add_documents(self, content: bytes, lengths: np.ndarray) -> None:
-        """Add documents of a sequence each: the bytes of all ids together, and int32 `[documents]` of their lengths."""
-        total = int(lengths.sum(dtype=np.int64))
-        assert total * self.dtype.itemsize == len(content), (total, len(content))
-        first = len(self._lengths) + 1
-        self._write(content)
-        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-        self._documents.frombytes(np.arange(first, first + len(lengths), dtype=np.int64).tobytes())
-        self.num_tokens += total
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -128,7 +146,7 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index and put both files in their places."""
-        assert self._documents[-1] == len(self._lengths), "the last document was not ended"
+        assert self._documents[-1] == len(self._lengths) and not self._open_tokens, "the last document was not ended"
         try:
             with open(_partial(self.idx_path), "wb") as stream:
                 self._write_index(stream)

@@ -66,17 +66,29 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, docum
     assert data.document_indices.tolist() == [0, *np.cumsum([len(d) for d in documents]).tolist()]
 
 
-def test_documents_added_together_are_those_added_one_by_one(tmp_path: Path) -> None:
-    ids, lengths = np.arange(10, dtype="<i4"), np.array([3, 0, 7], np.int32)
-    with IndexedWriter(tmp_path / "a", np.int32) as writer:
-        writer.add_document([9])
-        writer.add_documents(ids.tobytes(), lengths)
-        assert writer.num_documents == 4 and writer.num_tokens == 11
-    with IndexedWriter(tmp_path / "b", np.int32) as writer:
-        for document in ([9], ids[:3], ids[3:3], ids[3:]):
-            writer.add_document(document)
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=3), max_size=5),
+    st.integers(1, 5),
+    st.integers(2, 9),
+)
+def test_texts_added_together_are_documents_of_one_sequence(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]], at_once: int, longest: int
+) -> None:
+    folder = tmp_path_factory.mktemp("texts")
+    texts = [(text, text is document[-1]) for document in documents for text in document]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "LONGEST_SEQUENCE", longest)
+        with IndexedWriter(folder / "a", np.int32) as writer:
+            for first in range(0, len(texts), at_once):
+                ids, ends = zip(*texts[first : first + at_once], strict=True)
+                content = np.array([i for text in ids for i in text], "<i4").tobytes()
+                writer.add_texts(content, np.array([len(text) for text in ids], np.int32), np.array(ends))
+        with IndexedWriter(folder / "b", np.int32) as writer:
+            for document in documents:
+                writer.add_document([i for text in document for i in text])
     for suffix in ("bin", "idx"):
-        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+        assert (folder / f"a.{suffix}").read_bytes() == (folder / f"b.{suffix}").read_bytes()
 
 
 def test_a_sequence_stays_valid_after_the_data_set_and_its_files_are_gone(tmp_path: Path) -> None:
