@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         type=_whole,
         help="stages on each rank, for interleaved and interleaved-paired (default: 2)",
     )
-    parser.add_argument("--limit", metavar="BYTES", type=float, help="for auto: what a rank may hold, of --memory")
+    parser.add_argument("--limit", metavar="BYTES", type=_bytes, help="for auto: what a rank may hold, of --memory")
 
 
 def _add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -105,6 +106,16 @@ def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text} must be a whole number from 1")
     return int(text)
+
+
+def _bytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of bytes, as in 80e9")
+    return number
 
 
 def _played(options: argparse.Namespace) -> tuple[Schedule, Simulation, Choice | None]:

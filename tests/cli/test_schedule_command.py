@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from parallax.cli.main import main
-from parallax.pipeline import make_schedule
+from parallax.pipeline import Costs, make_schedule, simulate
 from parallax.pipeline.tables import read_csv
+from parallax.pipeline.trace import write_trace
+from tests.pipeline.test_trace import recorded
 
 RECORDS = json.loads((Path(__file__).parents[1] / "oracles" / "schedules.json").read_text())["records"]
 NAMES = {"zb_h1": "zb-h1", "zb_v": "zb-v", "dualpipe_v": "dualpipev"}
@@ -74,6 +76,52 @@ def test_compare_says_which_schedules_do_not_fit(capsys: pytest.CaptureFixture) 
     assert "left out: schedule dualpipe needs an even number of ranks" in out and "zb-v" in out
 
 
+def test_simulate_prints_bytes_and_takes_costs_of_each_stage_and_links_with_a_bandwidth(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    sizes = "--stages 4 --micro-batches 8"
+    costs = "F=1:1:1:2,I=1,W=1:1:1:3,comm=0.25,bytes=1e6,bandwidth=4e6"
+    memory = "activations=10:10:10:20,stage=100,kept=1"
+    _, out, _ = run(capsys, f"schedule simulate 1f1b {sizes} --cost {costs} --memory {memory} --json")
+    given = Costs((1, 1, 1, 2), 1, (1, 1, 1, 3), latency=0.25, message_bytes=1e6, bandwidth=4e6)
+    expected = simulate(make_schedule("1f1b", 4, 8), given)
+    numbers = json.loads(out)
+    assert (numbers["makespan"], numbers["peak_bytes"]) == (expected.makespan, [140, 130, 120, 120])
+    _, out, _ = run(capsys, f"schedule simulate 1f1b {sizes} --memory {memory}")
+    assert out.splitlines()[-4].split()[-2:] == ["4", "140"]
+    _, out, _ = run(capsys, f"schedule compare {sizes} --memory activations=1,stage=4 --json")
+    assert {result["schedule"]: result["bytes"] for result in json.loads(out)}["dualpipe"] == 13
+
+
+def test_auto_says_what_it_chose_and_why(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    line = "--stages 8 --micro-batches 32 --cost F=1,I=1,W=1,FB=2.5 --memory activations=1,stage=4 --limit 13"
+    _, out, _ = run(capsys, f"schedule simulate auto {line} --json")
+    numbers = json.loads(out)
+    assert (numbers["schedule"], numbers["chunks"], numbers["makespan"]) == ("dualpipev", None, 89.5)
+    assert "the fastest of the 4 of 12 that fit in memory" in numbers["why"]
+    _, out, _ = run(capsys, f"schedule show auto {line}")
+    assert out.startswith("auto chose dualpipev: a step takes 89.5") and "rank 7" in out
+    _, out, err = run(capsys, f"schedule show auto {line} --csv {tmp_path / 'chosen.csv'}")
+    assert "auto chose dualpipev" in err and out == f"{tmp_path / 'chosen.csv'}\n"
+    assert read_csv(tmp_path / "chosen.csv").order == make_schedule("dualpipev", 8, 32).order
+
+
+def test_a_recorded_step_is_drawn_beside_its_simulation(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    schedule = make_schedule("dualpipe", 4, 8)
+    write_trace(recorded(schedule, Costs(latency=0.5)), tmp_path / "step.json")
+    _, out, _ = run(capsys, f"schedule show {tmp_path / 'step.json'}")
+    assert "dualpipe, recorded: 4 ranks, time " in out and "dualpipe, simulated with the times measured: " in out
+    assert out.count("rank 3 ") == 2 and "time 26, bubble 7.7%" in out
+    _, out, _ = run(capsys, f"schedule show {tmp_path / 'step.json'} --cost comm=0.5")
+    assert out.count(f"time {simulate(schedule, Costs(latency=0.5)).makespan:g}") == 2
+    files = {flag: tmp_path / f"step.{flag}" for flag in ("html", "csv", "perfetto")}
+    flags = " ".join(f"--{flag} {path}" for flag, path in files.items())
+    status, out, _ = run(capsys, f"schedule show {tmp_path / 'step.json'} {flags}")
+    assert status == 0 and set(out.split()) == set(map(str, files.values()))
+    assert files["html"].read_text().count("<svg") == 2 and read_csv(files["csv"]).order == schedule.order
+    assert json.loads(files["perfetto"].read_text())["traceEvents"]
+
+
 def test_show_draws_a_row_for_each_rank(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, "schedule show 1f1b --stages 3 --micro-batches 4")
@@ -124,6 +172,25 @@ def test_pictures_are_drawn_by_matplotlib(capsys: pytest.CaptureFixture, tmp_pat
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=nan", "'F=nan' is no cost"),
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=0,I=0,W=0", "cannot all be 0"),
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost FB=4", "FB=4 must be from 2, the longer"),
+        (
+            "schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=1:2:3",
+            "F is given for 3 stages and there are 2",
+        ),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=1:2,I=1:2:3", "for 2 and for 3 stages"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=1:2,FB=3", "FB needs a number for each stage"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=1:2,FB=3:6", "FB=6 of stage 1 must be from 2"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost comm=1:2", "comm is one number"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost bytes=1", "are given together"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost bytes=1,bandwidth=0", "lets no message through"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=1,F=2", "F is given twice"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --memory stage=1", "activations=... is needed"),
+        ("schedule simulate gpipe --stages 2 --micro-batches 2 --limit 3", "--limit is for auto, and needs --memory"),
+        ("schedule simulate auto --stages 2 --micro-batches 4 --limit nan", "nan must be a number of bytes"),
+        ("schedule simulate auto --stages 2 --micro-batches 4 --chunks 2", "--chunks is chosen by auto too"),
+        ("schedule simulate auto", "schedule auto needs its sizes"),
+        ("schedule show gpipe --stages 2 --micro-batches 2 --perfetto x", "--perfetto is for a recorded step"),
+        ("schedule show none.json", "trace none.json cannot be read: No such file or directory"),
+        ("schedule show none.json --stages 2", "--stages 2 contradicts none.json"),
         ("schedule compare --stages 2", "the following arguments are required: --micro-batches"),
         ("schedule", "the following arguments are required: COMMAND"),
         ("", "the following arguments are required: COMMAND"),

@@ -52,6 +52,8 @@ def test_memory_bounds_the_choice_and_the_sentence_says_so() -> None:
     assert tight.name == "dualpipev" and max(tight.chosen.played.peak_bytes) == 12.5
     assert tight.why.startswith("dualpipev: a step takes 89.5, 5.9% of it bubble; the fastest of the 4 of 12 that fit")
     assert "1f1b +30.7%" in tight.why and "dualpipe holds 17 bytes on a rank" in tight.left_out
+    twice = choose_schedule(4, 8, Costs(pair=2.0), names=["1f1b", "dualpipe"])
+    assert twice.name == "dualpipe" and twice.why.endswith("; it holds each stage twice")
     with pytest.raises(
         ConfigError, match="holds at most 11 bytes on each rank; the least is 12, of zb-v; use more ranks"
     ):

@@ -8,6 +8,7 @@ from html import escape
 from parallax.pipeline.draw import NAMES, Block, Chart, color_of, describe, is_dark
 
 _ROW, _GAP, _LEFT, _CURVES = 32, 6, 70, 130  # pixels
+_TOP = 2  # so that no outline is cut
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH = 22, 900, 12000  # of the shortest box; of the whole
 
 _STYLE = """
@@ -62,17 +63,17 @@ def _legend(chart: Chart) -> str:
 
 def _picture(chart: Chart, unit: float, end: float) -> str:
     rows = len(chart.rows) * (_ROW + _GAP)
-    width, height = round(_LEFT + end * unit + 20), rows + _CURVES + 40
+    width, height = round(_LEFT + end * unit + 20), rows + _CURVES + 40 + _TOP
     parts = [f'<svg width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">']
     for rank, row in enumerate(chart.rows):
-        top = rank * (_ROW + _GAP)
+        top = _TOP + rank * (_ROW + _GAP)
         parts.append(f'<text class="name" x="{_LEFT - 8}" y="{top + _ROW / 2}">rank {rank}</text>')
         parts.append(
             f'<rect x="{_LEFT}" y="{top}" width="{chart.end * unit:.1f}" height="{_ROW}" fill="#eee">'
             f"<title>rank {rank} is idle {chart.idle(rank):.1%} of the time</title></rect>"
         )
         parts += [_block(chart, rank, block, top, unit) for block in row]
-    parts += _curves(chart, rows + 10, unit)
+    parts += _curves(chart, _TOP + rows + 10, unit)
     return "\n".join([*parts, "</svg>"])
 
 

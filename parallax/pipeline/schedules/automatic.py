@@ -182,4 +182,5 @@ def _why(chosen: Candidate, fitting: list[Candidate], close: list[Candidate], nu
         else f"of {fit}, {len(close)} are within 1% of the fastest, and it holds least of these"
     )
     rest = f"; against it {', '.join(dict.fromkeys([*others[: _NAMED - 1], *others[-1:]]))}" if others else ""
+    rest += "; it holds each stage twice" if chosen.weights > 1 else ""
     return f"{chosen}: a step takes {time:g}, {bubble:.1%} of it bubble; {among}{rest}"
