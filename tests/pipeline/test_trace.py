@@ -8,6 +8,7 @@ import pytest
 
 from parallax.errors import ConfigError
 from parallax.pipeline import ALL_SCHEDULES, Action, Costs, Schedule, make_schedule, simulate
+from parallax.pipeline.actions import parse_entry
 from parallax.pipeline.draw import chart_of, chart_of_trace
 from parallax.pipeline.draw.perfetto import to_perfetto
 from parallax.pipeline.trace import RECEIVE, RUN, SEND, WAIT, RankRecord, Trace, read_trace, write_trace
@@ -115,16 +116,20 @@ def test_the_viewers_get_a_process_for_each_rank_and_an_arrow_for_each_message()
     for index, start in arrows["s"].items():
         end = arrows["f"][index]
         assert end["ts"] > start["ts"] and end["pid"] != start["pid"] and end["bp"] == "e"
-        begin, finish = (
+        made, used = (
             next(
                 one["name"]
                 for one in slices
-                if (one["pid"], one["tid"]) == (arrow["pid"], arrow["tid"])
-                and one["ts"] <= arrow["ts"] < one["ts"] + one["dur"]
+                if (one["pid"], one["tid"], one["cat"]) == (arrow["pid"], 0, RUN)
+                and one["ts"] < arrow["ts"] < one["ts"] + one["dur"]
             )
             for arrow in (start, end)
         )
-        assert begin.split()[0] == finish.split()[0] and f"to rank {end['pid']}" in begin and "from rank" in finish
+        source = Action.parse(start["name"].removeprefix("result of "))
+        assert source in parse_entry(made).parts
+        assert source in map(schedule.input_of, parse_entry(used).parts)
+    for cat, words in ((SEND, "to rank"), (RECEIVE, "from rank"), (WAIT, "wait for")):
+        assert any(words in event["name"] for event in slices if event["cat"] == cat)
 
 
 def test_recording_takes_no_torch() -> None:
