@@ -3,6 +3,7 @@
     parallax schedule show|simulate|compare ...      parallax.cli.schedule
     parallax checkpoint verify|list ...              parallax.cli.checkpoint
     parallax data build ...                          parallax.cli.data
+    parallax generate MODEL ...                      parallax.cli.generate
 
 A command returns its exit status: 0, or 1 if what it looked at is not good. What the user did wrong is one sentence on stderr
 and status 2.
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from parallax.cli import checkpoint, data, schedule
+from parallax.cli import checkpoint, data, generate, schedule
 from parallax.errors import ConfigError, exit_with_problems
 
 PROGRAM = "parallax"
@@ -31,11 +32,14 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; `run` in what it parses is the command's function."""
-    parser = Parser(PROGRAM, description="Make token files; look at schedules and checkpoints.", allow_abbrev=False)
+    parser = Parser(
+        PROGRAM, description="Make token files, generate text, look at schedules and checkpoints.", allow_abbrev=False
+    )
     groups = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     schedule.add_commands(groups)
     checkpoint.add_commands(groups)
     data.add_commands(groups)
+    generate.add_commands(groups)
     return parser
 
 
