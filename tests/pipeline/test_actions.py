@@ -47,7 +47,7 @@ def test_one_f_one_b_of_four_stages_is_the_published_table() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b-eager"])
 def test_one_stage_is_gradient_accumulation(name: str) -> None:
     assert list(map(str, SCHEDULES[name](1, 3).order[0])) == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
 

@@ -53,7 +53,7 @@ def check_case(mesh: Mesh, name: str, micro_batches: int, **how: Any) -> None:
 def check_cases(mesh: Mesh) -> None:
     """Go through the table in one world: shapes found out, shapes given, and messages without tags as on NCCL."""
     second = replace(mesh.pp, backward_process_group=dist.new_group())
-    for name in SCHEDULES:
+    for name in ("gpipe", "1f1b", "1f1b-eager"):  # one whole stage a rank; the others are trained with elsewhere
         for micro_batches in (1, 3, 8):
             check_case(mesh, name, micro_batches)
             check_case(mesh, name, micro_batches, spec=SPEC)

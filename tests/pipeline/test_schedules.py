@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.pipeline import ALL_SCHEDULES, SCHEDULES, Costs, Schedule, check_schedule, make_schedule, simulate
+from parallax.pipeline import ALL_SCHEDULES, Costs, Schedule, check_schedule, make_schedule, simulate
 from parallax.pipeline.check import check_memory
 from tests.pipeline.torch_lists import rows_of, texts_of
 
@@ -155,11 +155,6 @@ def test_sizes_and_names_that_do_not_exist_are_refused_with_the_nearest_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_schedule(*arguments)
-
-
-def test_what_a_run_can_use_is_what_the_registry_says_it_can() -> None:
-    assert {name for name, record in ALL_SCHEDULES.items() if not record.not_run} == set(SCHEDULES)
-    assert all(ALL_SCHEDULES[name].make is make for name, make in SCHEDULES.items())
 
 
 @pytest.mark.parametrize("name", ALL_SCHEDULES)

@@ -1,7 +1,7 @@
 """The schedules by name, each a pure function; adding one is adding a line.
 
     ALL_SCHEDULES    each with its table's function and what is known of it without making a table
-    SCHEDULES        the functions of those that a run can use: (num_ranks, num_micro_batches) -> Schedule
+    SCHEDULES        the functions alone: (num_ranks, num_micro_batches) -> Schedule
     make_schedule    a table by name; where a name or a size does not exist, one sentence that says which do
 
 With one rank, those that give it one stage are gradient accumulation: a pipeline of length one.
@@ -22,9 +22,6 @@ from parallax.pipeline.schedules.interleaved import INTERLEAVED, INTERLEAVED_PAI
 from parallax.pipeline.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from parallax.pipeline.schedules.zero_bubble import ZB_V, zb_h1, zb_v
 
-_WHOLE_STAGES = "a run does not give a rank more than one stage yet"
-_WHOLE_BACKWARDS = "the executor does not run split backwards yet"
-
 
 @dataclass(frozen=True)
 class ScheduleRecord:
@@ -36,7 +33,6 @@ class ScheduleRecord:
     splits_backward: whether it needs the backward in halves, I and W.
     pairs: whether it does forwards and backwards together.
     holds_twice: whether two ranks hold each stage.
-    not_run: why a run cannot use it yet; empty if it can.
     """
 
     make: Callable[..., Schedule]
@@ -45,7 +41,6 @@ class ScheduleRecord:
     splits_backward: bool = False
     pairs: bool = False
     holds_twice: bool = False
-    not_run: str = ""
 
     @property
     def takes_chunks(self) -> bool:
@@ -57,29 +52,12 @@ ALL_SCHEDULES: dict[str, ScheduleRecord] = {
     "gpipe": ScheduleRecord(gpipe, "all forwards, then all backwards"),
     "1f1b": ScheduleRecord(one_f_one_b, "one forward, one backward in turn"),
     "1f1b-eager": ScheduleRecord(eager_one_f_one_b, "1F1B for slow links, with twice the warm-up"),
-    "interleaved": ScheduleRecord(
-        interleaved, "1F1B with several thin stages a rank", INTERLEAVED, not_run=_WHOLE_STAGES
-    ),
+    "interleaved": ScheduleRecord(interleaved, "1F1B with several thin stages a rank", INTERLEAVED),
     "interleaved-paired": ScheduleRecord(
-        interleaved_paired,
-        "interleaved, forwards paired with backwards",
-        INTERLEAVED_PAIRED,
-        pairs=True,
-        not_run=_WHOLE_STAGES,
+        interleaved_paired, "interleaved, forwards paired with backwards", INTERLEAVED_PAIRED, pairs=True
     ),
-    "zb-h1": ScheduleRecord(
-        zb_h1,
-        "1F1B with split backwards, weights' halves in the bubble",
-        splits_backward=True,
-        not_run=_WHOLE_BACKWARDS,
-    ),
-    "zb-v": ScheduleRecord(
-        zb_v,
-        "split backwards, two thin stages a rank, in a V",
-        ZB_V,
-        splits_backward=True,
-        not_run=_WHOLE_BACKWARDS,
-    ),
+    "zb-h1": ScheduleRecord(zb_h1, "1F1B with split backwards, weights' halves in the bubble", splits_backward=True),
+    "zb-v": ScheduleRecord(zb_v, "split backwards, two thin stages a rank, in a V", ZB_V, splits_backward=True),
     "dualpipe": ScheduleRecord(
         dualpipe,
         "fed from both ends, forwards paired with backwards",
@@ -87,21 +65,13 @@ ALL_SCHEDULES: dict[str, ScheduleRecord] = {
         splits_backward=True,
         pairs=True,
         holds_twice=True,
-        not_run=_WHOLE_BACKWARDS,
     ),
     "dualpipev": ScheduleRecord(
-        dualpipev,
-        "DualPipe folded to a V, each stage held once",
-        DUALPIPEV,
-        splits_backward=True,
-        pairs=True,
-        not_run=_WHOLE_BACKWARDS,
+        dualpipev, "DualPipe folded to a V, each stage held once", DUALPIPEV, splits_backward=True, pairs=True
     ),
 }
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    name: record.make for name, record in ALL_SCHEDULES.items() if not record.not_run
-}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {name: record.make for name, record in ALL_SCHEDULES.items()}
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
