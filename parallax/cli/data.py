@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from parallax.cli import data_show
+
 if TYPE_CHECKING:
     from parallax.data.build import BuildOptions, Built
 
@@ -17,7 +19,7 @@ The files are the same for any number of workers, and appear when they are whole
 
 def add_commands(groups: argparse._SubParsersAction) -> None:
     """Add the parsers of this group."""
-    group = groups.add_parser("data", help="make token files of text", allow_abbrev=False)
+    group = groups.add_parser("data", help="make token files of text, show chats as tokens", allow_abbrev=False)
     commands = group.add_subparsers(metavar="COMMAND", required=True, dest="data_command")
     build = commands.add_parser(
         "build",
@@ -48,6 +50,7 @@ def add_commands(groups: argparse._SubParsersAction) -> None:
         "--format", choices=["jsonl", "parquet", "text"], help="of all files (default: what their names say)"
     )
     build.set_defaults(run=_build)
+    data_show.add_parser(commands)
 
 
 def _build(words: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
     parallax schedule show|simulate|compare ...      parallax.cli.schedule
     parallax checkpoint verify|list ...              parallax.cli.checkpoint
-    parallax data build ...                          parallax.cli.data
+    parallax data build|show ...                     parallax.cli.data
     parallax generate MODEL ...                      parallax.cli.generate
 
 A command returns its exit status: 0, or 1 if what it looked at is not good. What the user did wrong is one sentence on stderr

@@ -80,7 +80,7 @@ def test_a_chat_that_is_too_long_is_dropped_cut_or_an_error_and_counted(tmp_path
     exact = len(rendered("short", "x"))
     assert len(prepare(path, seq_len=exact).train) == 1
     with pytest.raises(
-        ConfigError, match=r"none of the 3 chats is left: with --seq-len 40 each is too long \(the shortest has 66"
+        ConfigError, match=r"none of the 3 chats is left: with --seq-len 40 each is too long \(the shortest has 67"
     ):
         prepare(path, seq_len=40)
     with pytest.raises(ConfigError, match="none of the 3 chats is left"):
