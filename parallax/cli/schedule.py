@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallax.cli.schedule_costs import COST_HELP, MEMORY_HELP, costs, memory
+from parallax.cli.schedule_costs import COST_HELP, MEMORY_HELP, RecordedCosts, costs, memory
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.check import check_schedule
@@ -143,8 +143,12 @@ def _played(options: argparse.Namespace) -> tuple[Schedule, Simulation, Choice |
     else:
         schedule = make_schedule(options.name, options.stages, options.micro_batches, options.chunks)
     check_schedule(schedule)
-    played = choice.chosen.played if choice is not None else simulate(schedule, options.cost, options.memory)
-    return schedule, played, choice
+    if choice is not None:
+        return schedule, choice.chosen.played, choice
+    given = options.cost
+    if isinstance(given, RecordedCosts):
+        given = given.split(schedule.num_stages / schedule.num_ranks)
+    return schedule, simulate(schedule, given, options.memory), None
 
 
 def _refuse_contradictions(name: str, asked: dict[str, tuple[Any, Any]]) -> None:

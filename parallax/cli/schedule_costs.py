@@ -6,7 +6,9 @@ import argparse
 import math
 from typing import Any
 
+from parallax.errors import ConfigError
 from parallax.pipeline.costs import Costs, Memory, PerStage
+from parallax.pipeline.trace import read_trace
 
 _COSTS = {
     "F": "forward",
@@ -24,7 +26,7 @@ COST_HELP = (
     "durations, all in one unit: F forward, I backward of the input, W backward of the weights (a whole backward is I + W), FB "
     "a forward and a backward together (F + I + W unless given), comm a message; 1,1,1 and comm=0 if not given. "
     "bytes=... and bandwidth=... (bytes a unit of time): what a message occupies its link. F, I, W and FB may differ by "
-    "stage: F=1:1:2"
+    "stage: F=1:1:2. Or FILE.json, a recorded step, whose times on the average rank are taken and divided among its stages"
 )
 MEMORY_HELP = (
     "bytes: activations of one micro-batch in one stage, kept of these from I to W, stage for its weights, gradients and "
@@ -32,8 +34,17 @@ MEMORY_HELP = (
 )
 
 
+class RecordedCosts(Costs):
+    """Of a rank's whole share of the model, from a recorded step; where a schedule cuts that into stages, they are divided."""
+
+
 def costs(text: str) -> Costs:
-    """Return the costs; raises argparse.ArgumentTypeError."""
+    """Return the costs that are written out, or `RecordedCosts` of a file; raises argparse.ArgumentTypeError."""
+    if text.endswith(".json"):
+        try:
+            return RecordedCosts(**vars(read_trace(text).share_costs()))
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     found = _numbers(text, _COSTS, "cost")
     given = Costs(**{_COSTS[name]: value for name, value in found.items()})
     if given.bandwidth <= 0:

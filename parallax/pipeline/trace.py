@@ -7,6 +7,7 @@
     chart_of_trace(trace)                                      # as a schedule is drawn (parallax.pipeline.draw)
     to_perfetto(trace)                                         # for ui.perfetto.dev (parallax.pipeline.draw.perfetto)
     simulate(trace.schedule(), trace.costs())                  # what the step would be if messages took no time
+    choose_schedule(p, m, trace.share_costs())                 # which schedule suits this machine
 
 A record takes no torch and no clock: whoever runs the step reads the clock and says what was done. Clocks of different
 ranks need a common moment, `origin`; on one machine that is the same clock anyway.
@@ -23,7 +24,7 @@ from typing import Any
 
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Action, Entry, Pair, Schedule, parse_entry
-from parallax.pipeline.costs import Costs
+from parallax.pipeline.costs import Costs, PerStage
 from parallax.pipeline.tables import owners_of
 
 RUN, WAIT, SEND, RECEIVE = EVENT_KINDS = ("run", "wait", "send", "receive")
@@ -146,6 +147,34 @@ class Trace:
             for stage in stages
         )
         return Costs(forward, half, weight, pair=paired if pairs else None)
+
+    def message_time(self) -> float:
+        """Return the median time of messages, from the end of the action that made one until a rank that waited had it."""
+        ends: dict[tuple[int | None, Entry], float] = {
+            (rank, part): event.end for rank, event in self.events(RUN) for part in event.what.parts
+        }
+        waits = ((event, ends.get((event.peer, event.what))) for _, event in self.events(WAIT))
+        return _median(
+            [event.end - made for event, made in waits if made is not None and event.start < made < event.end]
+        )
+
+    def share_costs(self) -> Costs:
+        """Return what a rank's whole share of the model takes, on the average of the ranks, as `choose_schedule` takes it.
+
+        A backward that was never split counts as two equal halves, and pairs gain nothing if there were none.
+        """
+        costs, ranks = self.costs(), len(self.records)
+        forward, half, weight = (
+            _total(value) for value in (costs.forward, costs.input_gradient, costs.weight_gradient)
+        )
+        if weight == 0:
+            half = weight = half / 2
+        pair = None if costs.pair is None else _total(costs.pair) / ranks
+        return Costs(forward / ranks, half / ranks, weight / ranks, self.message_time(), pair)
+
+
+def _total(value: PerStage) -> float:
+    return sum(value) if isinstance(value, tuple) else value
 
 
 def _median(times: list[float] | None) -> float:

@@ -122,6 +122,22 @@ def test_a_recorded_step_is_drawn_beside_its_simulation(capsys: pytest.CaptureFi
     assert json.loads(files["perfetto"].read_text())["traceEvents"]
 
 
+def test_a_recorded_step_gives_the_costs_for_a_choice_and_for_others(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "step.json"
+    write_trace(recorded(make_schedule("zb-v", 4, 8), Costs(0.5, 0.5, 0.5, latency=0.25)), path)
+    line = f"--stages 8 --micro-batches 32 --cost {path}"
+    _, out, _ = run(capsys, f"schedule compare {line} --json")
+    _, given, _ = run(capsys, "schedule compare --stages 8 --micro-batches 32 --cost F=1,I=1,W=1,comm=0.25 --json")
+    assert json.loads(out) == json.loads(given)
+    _, out, _ = run(capsys, f"schedule simulate auto {line} --json")
+    assert json.loads(out)["makespan"] == json.loads(given)[0]["makespan"]
+    _, out, _ = run(capsys, f"schedule simulate zb-v {line} --json")
+    expected = simulate(make_schedule("zb-v", 8, 32), Costs(0.5, 0.5, 0.5, latency=0.25)).makespan
+    assert json.loads(out)["makespan"] == expected
+
+
 def test_show_draws_a_row_for_each_rank(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, "schedule show 1f1b --stages 3 --micro-batches 4")
@@ -189,6 +205,7 @@ def test_pictures_are_drawn_by_matplotlib(capsys: pytest.CaptureFixture, tmp_pat
         ("schedule simulate auto --stages 2 --micro-batches 4 --chunks 2", "--chunks is chosen by auto too"),
         ("schedule simulate auto", "schedule auto needs its sizes"),
         ("schedule show gpipe --stages 2 --micro-batches 2 --perfetto x", "--perfetto is for a recorded step"),
+        ("schedule compare --stages 2 --micro-batches 2 --cost none.json", "trace none.json cannot be read"),
         ("schedule show none.json", "trace none.json cannot be read: No such file or directory"),
         ("schedule show none.json --stages 2", "--stages 2 contradicts none.json"),
         ("schedule compare --stages 2", "the following arguments are required: --micro-batches"),

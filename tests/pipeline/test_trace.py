@@ -69,6 +69,15 @@ def test_the_costs_of_a_trace_are_the_medians_of_each_kind_on_each_stage() -> No
     assert Trace("slow", records).costs().forward == (1.0, 1.0)
 
 
+def test_a_ranks_share_is_the_average_and_a_whole_backward_two_halves() -> None:
+    costs = Costs((1.0, 2.0, 3.0, 2.0), 0.5, 0.25, latency=0.5)
+    assert recorded(make_schedule("1f1b", 4, 8), costs).share_costs() == Costs(2, 0.375, 0.375, latency=0.5)
+    assert recorded(make_schedule("zb-v", 2, 8), costs).share_costs() == Costs(4, 1, 0.5, latency=0.5)
+    paired = recorded(make_schedule("dualpipev", 2, 8), Costs(1, 1, 1, pair=2.5))
+    assert paired.share_costs() == Costs(2, 2, 2, pair=5)
+    assert paired.message_time() == 0
+
+
 def test_a_trace_in_a_file_reads_back_and_what_is_none_is_said_so(tmp_path: Path) -> None:
     trace = recorded(make_schedule("zb-v", 2, 4), Costs(latency=0.5))
     write_trace(trace, tmp_path / "step.json")
