@@ -56,7 +56,7 @@ def fit(store: ChatStore, seq_len: int, too_long: Literal["drop", "truncate", "e
         first = int(np.flatnonzero(long)[0])
         raise ConfigError(
             f"--data {store.source}, line {store.lines[first]}: this chat has {lengths[first]:,} tokens, more than --seq-len "
-            f"{seq_len}, and so have {long.sum() - 1:,} others; raise --seq-len, or use --too-long drop or truncate."
+            f"{seq_len}, the first of {long.sum():,} that are too long; raise --seq-len, or use --too-long drop or truncate."
         )
     labels = np.array(store.labels)
     for i in np.flatnonzero(long):

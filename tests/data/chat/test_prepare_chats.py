@@ -74,7 +74,8 @@ def test_a_chat_that_is_too_long_is_dropped_cut_or_an_error_and_counted(tmp_path
     assert sorted(labels_of(cut.train)) == sorted([*b"x", *END, *b"y" * (100 - HEADERS - 1)])
     assert "3 chats, 1 too long and dropped, 1 cut; 2 in an epoch" in cut.description
     with pytest.raises(
-        ConfigError, match=rf"--data {path}, line 2: this chat has 162 tokens, more than --seq-len 100, and so have 1"
+        ConfigError,
+        match=rf"--data {path}, line 2: this chat has 162 tokens, more than --seq-len 100, the first of 2 that",
     ):
         prepare(path, seq_len=100, too_long="error")
     exact = len(rendered("short", "x"))
