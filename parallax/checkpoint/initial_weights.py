@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from parallax.checkpoint.agreement import together
-from parallax.checkpoint.files import file_inside
 from parallax.checkpoint.fill import fill_model, model_problem
 from parallax.checkpoint.geometry import Box
 from parallax.checkpoint.manifest import Slice, TensorRecord, check_path
@@ -50,24 +49,28 @@ def load_weights(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> None:
     not exactly the model's.
     """
     folder = Path(path)
-
-    def checked() -> dict[str, TensorRecord]:
-        _check_config(folder, parts.config)
-        records = _of_this_model(folder, _read_records(folder), parts.config)
-        problem = model_problem(str(folder), records, parts, any_type=True)
-        if problem is None and _HEAD in records and parts.config.tie_word_embeddings and mesh.rank == 0:
-            problem = _head_problem(folder, records, parts.config)
-        if problem is not None:
-            raise ConfigError(problem)
-        return records
-
-    records = together(checked, mesh, "checking the model")
+    records = together(lambda: check_weights(folder, parts), mesh, "checking the model")
 
     def fill() -> None:
-        with TensorReader(folder, records) as reader:
+        if _HEAD in records and parts.config.tie_word_embeddings and mesh.rank == 0:
+            _check_head(folder, records, parts.config)
+        with TensorReader(folder, records, _file) as reader:
             fill_model(reader, parts, main_params=True)
 
     together(fill, mesh, "reading the model")
+
+
+def check_weights(folder: Path, parts: CheckpointParts) -> dict[str, TensorRecord]:
+    """Return where the tensors of this rank's parameters are, which may be on the meta device: no tensor is read.
+
+    Raises ConfigError as `load_weights` does.
+    """
+    _check_config(folder, parts.config)
+    records = _of_this_model(folder, _read_records(folder), parts.config)
+    problem = model_problem(str(folder), records, parts, any_type=True)
+    if problem is not None:
+        raise ConfigError(problem)
+    return records
 
 
 def carried_over(path: str | Path) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -97,7 +100,7 @@ def _read_records(folder: Path) -> dict[str, TensorRecord]:
     """Return every tensor of a model folder, from the headers of its files."""
     records: dict[str, TensorRecord] = {}
     for name in _weight_files(folder):
-        for tensor, entry in read_header(file_inside(folder, name)).items():
+        for tensor, entry in read_header(_file(folder, name)).items():
             if tensor in records:
                 raise ConfigError(f"{folder} holds {tensor} twice, in {records[tensor].slices[0].file} and in {name}")
             start = (0,) * len(entry.shape)
@@ -151,16 +154,24 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(first) + (f" and {count - 3} more" if count > 3 else "")
 
 
-def _head_problem(folder: Path, records: Mapping[str, TensorRecord], config: DecoderConfig) -> str | None:
-    """Return what is wrong with a head that is stored though it is tied: it has to be the embedding."""
+def _check_head(folder: Path, records: Mapping[str, TensorRecord], config: DecoderConfig) -> None:
+    """Refuse a head that is stored though it is tied, unless it is the embedding."""
     embedding = hugging_face_tensors(config)[0].name
     rows, columns = records[embedding].shape
     same = records[_HEAD].shape == (rows, columns) and records[_HEAD].dtype in DTYPES
-    with TensorReader(folder, records) as reader:
+    with TensorReader(folder, records, _file) as reader:
         for row in range(0, rows if same else 0, _COMPARED_ROWS):
             box = Box(row, min(row + _COMPARED_ROWS, rows), 0, columns)
             embedded, head = (reader.read(name, box, columns).float() for name in (embedding, _HEAD))
             same = same and torch.equal(embedded, head)
-    if same:
-        return None
-    return f"{folder}: config.json ties the head to {embedding}, but {_HEAD} is stored with other values"
+    if not same:
+        raise ConfigError(
+            f"{folder}: config.json ties the head to {embedding}, but {_HEAD} is stored with other values"
+        )
+
+
+def _file(folder: Path, name: str) -> Path:
+    """Return a file of a model folder, which may be a link: the cache of Hugging Face's hub is made of them."""
+    if not (folder / name).is_file():
+        raise ConfigError(f"{folder / name} is missing, or no file")
+    return folder / name

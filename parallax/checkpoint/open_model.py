@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from parallax.checkpoint.find import find_latest, list_checkpoints
-from parallax.checkpoint.initial_weights import load_weights
+from parallax.checkpoint.initial_weights import check_weights, load_weights
 from parallax.checkpoint.manifest import read_manifest
 from parallax.checkpoint.names import MANIFEST, MODEL
 from parallax.checkpoint.parts import CheckpointParts
@@ -21,7 +21,7 @@ from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.hugging_face_config import read_hugging_face_config
-from parallax.models.stages import build_stages
+from parallax.models.stages import build_stages, shape_stages
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 
 
@@ -58,10 +58,16 @@ def open_model(
 
     Raises ConfigError: the folder holds no such model, or one that is not supported.
     """
-    device = device or torch.device("cpu")
+    device, mesh = device or torch.device("cpu"), Mesh(Layout(), 0, torch.device("cpu"))
     config = read_hugging_face_config(folder)
+    problems = config.check(mesh.layout, 1, sequence_parallel=False)
+    if problems:
+        raise ConfigError([f"{folder}: {problem}" for problem in problems])
     layers = [range(config.num_hidden_layers)]
+    # Names, then shapes alone: a configuration that lies about sizes is found before memory is asked for.
+    check_weights(Path(folder), CheckpointParts(config, []))
+    (shaped,) = shape_stages(config, layers, [[0]], 0).values()
+    check_weights(Path(folder), CheckpointParts(config, list(named_parameters_with_facts(shaped))))
     (stage,) = build_stages(config, layers, [[0]], 0, seed=None, device=device, dtype=dtype).values()
-    parts = CheckpointParts(config, list(named_parameters_with_facts(stage)), dtype=dtype)
-    load_weights(folder, parts, Mesh(Layout(), 0, device))
+    load_weights(folder, CheckpointParts(config, list(named_parameters_with_facts(stage)), dtype=dtype), mesh)
     return stage.eval()

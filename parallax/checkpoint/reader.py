@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,10 +19,15 @@ PAGE_BYTES = 4096  # what a disk and the page cache read at least
 
 
 class TensorReader:
-    """The tensors of `records`, out of files in `folder`; a context manager, which keeps the files open."""
+    """The tensors of `records`, out of files in `folder`; a context manager, which keeps the files open.
 
-    def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-        self.folder, self.records = folder, records
+    find: returns the path of a file of the folder, by its name, or raises ConfigError.
+    """
+
+    def __init__(
+        self, folder: Path, records: Mapping[str, TensorRecord], find: Callable[[Path, str], Path] = file_inside
+    ) -> None:
+        self.folder, self.records, self._find = folder, records, find
         self._opened: dict[str, int] = {}
 
     def __enter__(self) -> TensorReader:
@@ -67,7 +72,7 @@ class TensorReader:
 
     def _read_into(self, target: memoryview, file: str, offset: int) -> None:
         if file not in self._opened:
-            self._opened[file] = os.open(file_inside(self.folder, file), os.O_RDONLY)
+            self._opened[file] = os.open(self._find(self.folder, file), os.O_RDONLY)
         while len(target):
             count = os.preadv(self._opened[file], [target], offset)
             if count == 0:

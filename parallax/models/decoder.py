@@ -8,6 +8,7 @@ layout. The tied head of a last stage that is not the first is a second copy of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +140,8 @@ class DecoderStage(nn.Module):
 
     def segments(self, input_ids: torch.Tensor, rows: Rows | None = None) -> list[Segment]:
         """Return the same computation cut where it communicates over tp; the first stage ignores its input for `input_ids`."""
-        segments = [segment for layer in self.model.layers.values() for segment in layer.segments(rows)]
+        layers = cast("list[TransformerLayer]", self.model.layers.values())
+        segments = [segment for layer in layers for segment in layer.segments(rows)]
         if self.spec.is_first:
             segments.insert(0, Segment(lambda _: (self._embedded(input_ids, rows),)))
         if self.spec.is_last:

@@ -54,7 +54,7 @@ def _generate(
 ) -> Iterator[int]:
     device = next(model.parameters()).device
     count = min(max_tokens, model.config.max_position_embeddings - len(ids))
-    cache = KeyValueCache(len(ids) + count, device) if use_cache else None
+    cache = KeyValueCache(device) if use_cache else None
     generator = torch.Generator().manual_seed(sampling.seed)
     done = 0
     for _ in range(count):

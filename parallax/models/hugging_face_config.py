@@ -44,8 +44,8 @@ _HEAD_DIM = {"qwen3": 128}
 _POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _SLIDING_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10000.0
 
-MOST = (1 << 31) - 1  # of any size: what is more is a mistake, and would only fail later
-MOST_LAYERS = 10_000
+# What is more is a mistake; the limits keep every product of sizes within 64 bits.
+MOST, MOST_LAYERS, MOST_WIDE, MOST_HEAD_DIM = (1 << 31) - 1, 10_000, 1 << 20, 1 << 16
 GPT: dict[str, Any] = {
     "family": "gpt2",
     "norm": "layernorm",
@@ -167,13 +167,13 @@ def _refuse_misfits(given: _Fields, config: DecoderConfig) -> None:
 
 
 def _gpt2(given: _Fields) -> DecoderConfig:
-    hidden = given.whole("n_embd")
+    hidden = given.whole("n_embd", most=MOST_WIDE)
     return DecoderConfig(
         vocab_size=given.whole("vocab_size"),
         hidden_size=hidden,
         intermediate_size=given.whole("n_inner", 4 * hidden),
         num_hidden_layers=given.whole("n_layer", most=MOST_LAYERS),
-        num_attention_heads=given.whole("n_head"),
+        num_attention_heads=given.whole("n_head", most=MOST_WIDE),
         max_position_embeddings=given.whole("n_positions", 1024),
         norm_eps=float(given.number("layer_norm_epsilon", 1e-5)),
         tie_word_embeddings=given.flag("tie_word_embeddings", True),
@@ -189,15 +189,15 @@ def _llama_like(given: _Fields, kind: str) -> DecoderConfig:
     _refuse_windows(given, kind, layers, positions)
     # Absent it is the family's default, null it is as many as heads.
     kv_heads = given.whole("num_key_value_heads", 0 if "num_key_value_heads" in fields else _KV_HEADS[kind])
-    head_dim = given.whole("head_dim", 0 if "head_dim" in fields else _HEAD_DIM.get(kind, 0))
+    head_dim = given.whole("head_dim", 0 if "head_dim" in fields else _HEAD_DIM.get(kind, 0), most=MOST_HEAD_DIM)
     theta, scaling = _rope(given, positions)
     return DecoderConfig(
         family=kind,
         vocab_size=given.whole("vocab_size"),
-        hidden_size=given.whole("hidden_size"),
+        hidden_size=given.whole("hidden_size", most=MOST_WIDE),
         intermediate_size=given.whole("intermediate_size"),
         num_hidden_layers=layers,
-        num_attention_heads=given.whole("num_attention_heads"),
+        num_attention_heads=given.whole("num_attention_heads", most=MOST_WIDE),
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=positions,

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.real_model import compute_logits
 from parallax.checkpoint.initial_weights import carried_over, load_weights
+from parallax.checkpoint.open_model import open_model
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.checkpoint.save import save
 from parallax.errors import ConfigError
@@ -192,6 +193,45 @@ def test_a_run_of_another_model_does_not_start_from_weights_that_happen_to_fit(t
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"holds another model: its rope_theta is 500.0, this run's is 10000.0"):
         load_weights(tmp_path, parts, MESH)
+
+
+def test_a_folder_of_links_is_read_as_the_hubs_cache_has_them(tmp_path: Path) -> None:
+    expected = save_model(transformers.LlamaConfig(**SMOL), tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "snapshot")(IDS)[..., :130], expected, atol=1e-5, rtol=1e-5)
+        found = open_model(tmp_path / "snapshot")(IDS)[..., :130]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    (tmp_path / "blobs" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no safetensors files of a model"):
+        load(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 2**31 - 1}, "model.embed_tokens.weight has shape [130, 72], this run needs [2147483647, 72]"),
+        ({"hidden_size": 2**20}, "has shape [130, 72], this run needs [130, 1048576]"),
+        ({"intermediate_size": 2**31 - 1}, "this run needs [2147483647, 72]"),
+        ({"head_dim": 2**16}, "model.layers.0.self_attn.q_proj.weight has shape [72, 72], this run needs [589824, 72]"),
+        (
+            {"num_attention_heads": 2**20, "num_key_value_heads": 1, "head_dim": 2**16},
+            "this run needs [68719476736, 72]",
+        ),
+        ({"num_hidden_layers": 10_000}, "it lacks model.layers.10.input_layernorm.weight"),
+    ],
+)
+def test_a_configuration_that_lies_about_sizes_is_found_before_memory_is_asked_for(
+    changes: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    save_model(transformers.LlamaConfig(**SMOL), tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError) as raised:
+        open_model(tmp_path)
+    assert len(raised.value.problems) == 1 and said in str(raised.value)
 
 
 def test_how_to_generate_is_carried_over(tmp_path: Path) -> None:

@@ -64,6 +64,25 @@ def test_a_run_starts_from_what_transformers_saved_in_another_type(model: str, s
         assert torch.equal(found, expected.bfloat16().float()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_saved_type_is_the_runs_and_a_tied_head_is_stored_once(
+    model: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    import safetensors.torch
+
+    stage = stage_with_weights(MODELS[model]).to(dtype)
+    parts = CheckpointParts(MODELS[model], list(named_parameters_with_facts(stage)), dtype=dtype)
+    path = save(tmp_path, 1, parts, MESH) / "model"
+    stored = {name: t for file in path.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+    tied = MODELS[model].tie_word_embeddings
+    assert ("lm_head.weight" in stored) == (not tied)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert reference.dtype == dtype and reference.config.tie_word_embeddings == tied
+    assert (reference.get_output_embeddings().weight is reference.get_input_embeddings().weight) == tied
+
+
 def test_names_without_their_prefix_are_found(tmp_path: Path) -> None:
     import safetensors.torch
 
