@@ -14,7 +14,14 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+# What a command exits with, beside 0 (all that was asked for is done) and 1 (an error nobody foresaw, with its traceback).
 EXIT_USER_ERROR = 2
+EXIT_TIME_UP = 3  # --exit-after; saved
+EXIT_BAD_NUMBERS = 4  # a loss or gradient that is no number, or a spike, and --on-bad-step says to stop
+EXIT_LOST_RANK = 5  # another process ended, or did not answer in --timeout
+EXIT_INTERRUPTED = 130  # Ctrl-C
+# 128 + the number of a signal (SIGUSR1 138, SIGTERM 143): saved, and asked to stop by it.
+
 _WAIT_SECONDS = 8.0  # for rank 0 to print, and the launcher to notice that it ended
 
 
@@ -25,6 +32,21 @@ class ConfigError(ValueError):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
+
+
+class Stop(Exception):
+    """A run ends before its last step, and no option is to blame; all ranks raise it, and one has said why.
+
+    status: what the process exits with.
+    """
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class LostRank(RuntimeError):
+    """A communication failed because another rank ended, did not come in time, or is in another call."""
 
 
 def exit_with_problems(problems: Sequence[str], program: str) -> NoReturn:

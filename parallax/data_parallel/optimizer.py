@@ -108,10 +108,17 @@ class ShardedAdamW:
             region.step.fill_(steps)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, clip_coefficient: torch.Tensor | None = None) -> None:
+    def step(
+        self,
+        learning_rate: float,
+        clip_coefficient: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         """Update the parameters on all holders; called by every rank after `finish()`.
 
         clip_coefficient: scalar that multiplies the gradients, on their device; None for 1.
+        skip: fp32 scalar there, the same on all ranks; 1 leaves parameters and states as they are, and `take_back_count`
+            is to be called once that is known here. Nothing waits for its value.
         """
         # The kernel divides gradients by a scale as it reads them, so clipping takes no pass of its own.
         scale = None if clip_coefficient is None else clip_coefficient.reciprocal().float()
@@ -126,6 +133,7 @@ class ShardedAdamW:
                 [region.step for region in regions],
                 fused=True,
                 grad_scale=scale,
+                found_inf=skip,
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -136,6 +144,10 @@ class ShardedAdamW:
             )
         self._step_count += 1
         self.buckets.spread_parameters()
+
+    def take_back_count(self) -> None:
+        """Count one update less: one that was skipped."""
+        self._step_count -= 1  # that of the regions, on the device, has not moved
 
     def pieces(self, name: str) -> list[StatePiece]:
         """Return what this rank keeps of the state of the parameter `name`; nothing if other holders keep all of it."""
