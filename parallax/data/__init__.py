@@ -1,6 +1,6 @@
 """Text in, batches out: tokenizers, corpora, the token cache, and the deterministic order of samples.
 
-    files -> documents -> token ids, cached on disk -> windows of seq_len + 1 -> a shuffled order -> micro-batches
+    files -> documents -> token ids on disk -> windows of seq_len + 1 -> blends -> a shuffled order -> micro-batches
 
 Position i of the data order is a pure function of (seed, data, i), so no layout, no number of steps and no restart
 changes what a step sees. Everything except the batch loader works without torch.
@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parallax.data.blend import BlendedDataset
     from parallax.data.dataset import TokenDataset
     from parallax.data.indexed import IndexedDataset, IndexedWriter
     from parallax.data.loader import BatchLoader
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchLoader": "loader",
+    "BlendedDataset": "blend",
     "DataOptions": "options",
     "DataOrder": "order",
     "IndexedDataset": "indexed",
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "BatchLoader",
+    "BlendedDataset",
     "DataOptions",
     "DataOrder",
     "IndexedDataset",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from parallax.data.blend import BlendedDataset, BlendOrder
 from parallax.data.order import DataOrder
 from parallax.errors import ConfigError
 
@@ -67,7 +68,11 @@ class BatchLoader:
             )
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         self.dataset = dataset
-        self.order = DataOrder(seed, dataset.fingerprint, len(dataset), shuffle)
+        self.order: BlendOrder | DataOrder
+        if isinstance(dataset, BlendedDataset):
+            self.order = BlendOrder(seed, dataset, shuffle)
+        else:
+            self.order = DataOrder(seed, dataset.fingerprint, len(dataset), shuffle)
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
@@ -87,11 +92,11 @@ class BatchLoader:
         import torch
 
         first = step * self.global_batch_size + (m * self.dp_size + self.dp_rank) * self.micro_batch_size
-        samples = self.order.samples(first, self.micro_batch_size)
-        rows = [_as_row(self.dataset[int(i)]) for i in samples]
-        batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+        samples = [self.dataset[int(i)] for i in self.order.samples(first, self.micro_batch_size)]
+        rows = [{"window": sample} if isinstance(sample, np.ndarray) else sample for sample in samples]
+        arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        if "window" in arrays:
+            windows = arrays.pop("window")  # [micro_batch, seq + 1]
+            arrays = {"input_ids": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()} | arrays
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
-
-
-def _as_row(sample: np.ndarray | dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return sample if isinstance(sample, dict) else {"input_ids": sample[:-1], "labels": sample[1:]}

@@ -6,18 +6,23 @@ not batch sizes. Resuming is asking for the next position.
 
 A permutation is the order that sorts n random 64-bit words of the counter-based generator Philox, keyed by a hash of
 seed, data and epoch. The raw words of a bit generator never change between numpy versions; those of
-`Generator.permutation` may (NEP 19).
+`Generator.permutation` may (NEP 19). Large ones are made once a machine, in the cache, and mapped by all its ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 
+from parallax.data.cache import build_once, cache_folder, digest
+
+MAPPED_FROM = 1 << 22  # samples: 32 MiB in each rank, made in half a second
+
 
 class DataOrder:
-    """The order of `num_samples` samples; it keeps the permutation of the epoch asked for last (8 bytes a sample).
+    """The order of `num_samples` samples; it keeps the permutation of the epoch asked for last.
 
     Args:
         seed: the run's seed.
@@ -37,25 +42,36 @@ class DataOrder:
     def samples(self, first: int, count: int) -> np.ndarray:
         """Return the samples at positions first .. first + count - 1 as int64 `[count]`."""
         assert first >= 0, first
+        if not self.shuffle:
+            return (np.arange(count, dtype=np.int64) + first % self.num_samples) % self.num_samples
         parts = [np.empty(0, dtype=np.int64)]
         stop = first + count
         while first < stop:
             epoch, offset = divmod(first, self.num_samples)
             length = min(self.num_samples - offset, stop - first)
-            parts.append(self._permutation(epoch)[offset : offset + length])
+            parts.append(self._permutation(epoch)[offset : offset + length].astype(np.int64))
             first += length
         return np.concatenate(parts)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            epoch = 0
         if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, self._make_permutation(epoch))
+            self._kept = (epoch, self._find_permutation(epoch))
         return self._kept[1]
 
+    def _find_permutation(self, epoch: int) -> np.ndarray:
+        if self.num_samples < MAPPED_FROM:
+            return self._make_permutation(epoch)
+
+        def build(folder: Path) -> None:
+            narrow = np.uint32 if self.num_samples <= 1 << 32 else np.int64
+            np.save(folder / "samples.npy", self._make_permutation(epoch).astype(narrow), allow_pickle=False)
+
+        key = digest("order", str(self.seed), self.fingerprint, str(epoch), str(self.num_samples))
+        what = f"the order of {self.num_samples:,} samples in epoch {epoch + 1}"
+        folder = build_once(cache_folder() / f"order-{key}", build, what)
+        return np.load(folder / "samples.npy", mmap_mode="r", allow_pickle=False)
+
     def _make_permutation(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_samples, dtype=np.int64)
         key = hashlib.blake2b(f"{self.seed} {self.fingerprint} {epoch}".encode(), digest_size=16).digest()
         words = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(self.num_samples)
         return np.argsort(words, kind="stable")  # stable: equal words, however rare, have one order everywhere

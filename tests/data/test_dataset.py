@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -8,79 +7,81 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.data.dataset import TokenDataset, held_out_ranges, split
-from parallax.data.token_store import TokenStore
+from parallax.data.dataset import Borders, TokenDataset
+from parallax.data.stream import TokenStream
 from parallax.errors import ConfigError
-
-
-def store_of(num_tokens: int, document_starts: list[int] | None = None) -> TokenStore:
-    starts = np.array([*(document_starts or [0]), num_tokens], dtype=np.int64)
-    return TokenStore(np.arange(num_tokens, dtype=np.uint32), starts, "made up")
+from tests.data.streams import store_of, stream_of
 
 
 def test_windows_overlap_by_one_token_and_never_wrap() -> None:
-    data = TokenDataset(np.arange(12, dtype=np.uint16), [(0, 12)], seq_len=3, source="s")
+    data = TokenDataset(stream_of(12), [(0, 12)], seq_len=3)
     assert [data[i].tolist() for i in range(len(data))] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
     assert data[0].dtype == np.int64
     with pytest.raises(IndexError):
         data[3]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6), st.integers(1, 8))
-def test_a_stream_is_the_concatenation_of_its_ranges(gaps: list[tuple[int, int]], seq_len: int) -> None:
-    tokens = np.arange(200, dtype=np.uint16) * 3
-    ranges, at = [], 0
-    for gap, length in gaps:
-        ranges.append((at + gap, at + gap + length))
-        at += gap + length
-    stream = np.concatenate([tokens[a:b] for a, b in ranges])
-    if len(stream) < seq_len + 1:
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[TokenStream, np.ndarray, list[int]]:
+    """Return a stream of up to three stores, its tokens, and where its documents start."""
+    stores, tokens, starts = [], [], []
+    for k, dtype in enumerate(draw(st.lists(st.sampled_from([np.uint16, np.int64, np.int32]), min_size=1, max_size=3))):
+        length = draw(st.integers(1, 60))
+        own = sorted({0, *draw(st.lists(st.integers(0, length - 1), max_size=6))})
+        own += [own[-1]] * draw(st.integers(0, 1))  # an empty document
+        stores.append(store_of((np.arange(length) + 100 * k).astype(dtype), own, str(k)))
+        starts += [sum(map(len, tokens)) + start for start in own]
+        tokens.append(stores[-1].tokens)
+    return TokenStream(stores), np.concatenate(tokens), starts
+
+
+@given(streams(), st.data(), st.integers(1, 12))
+def test_samples_are_windows_of_the_ranges_put_together(
+    drawn: tuple[TokenStream, np.ndarray, list[int]], data: st.DataObject, seq_len: int
+) -> None:
+    stream, tokens, document_starts = drawn
+    marks = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)))
+    ranges = list(zip(marks[::2], marks[1::2], strict=False))
+    kept = [position for start, stop in ranges for position in range(start, stop)]
+    if len(kept) < seq_len + 1:
         with pytest.raises(ConfigError, match="--seq-len"):
-            TokenDataset(tokens, ranges, seq_len, "s")
+            TokenDataset(stream, ranges, seq_len)
         return
-    data = TokenDataset(tokens, ranges, seq_len, "s")
-    assert len(data) == (len(stream) - 1) // seq_len
-    for i in range(len(data)):
-        assert data[i].tolist() == stream[i * seq_len : i * seq_len + seq_len + 1].tolist()
+    plain = TokenDataset(stream, ranges, seq_len)
+    bordered = TokenDataset(stream, ranges, seq_len, Borders(documents=True, positions=True))
+    assert len(plain) == len(bordered) == (len(kept) - 1) // seq_len
+    assert plain.fingerprint == bordered.fingerprint
+    for i in range(len(plain)):
+        positions = kept[i * seq_len : i * seq_len + seq_len + 1]
+        assert plain[i].tolist() == bordered[i]["window"].tolist() == tokens[positions].tolist()
+        document, place = 0, 0
+        for t in range(seq_len):
+            # A plain loop over the tokens: a document begins at its start, and after a gap.
+            if t and (positions[t] in document_starts or positions[t] != positions[t - 1] + 1):
+                document, place = document + 1, 0
+            assert (bordered[i]["documents"][t], bordered[i]["positions"][t]) == (document, place)
+            place += 1
 
 
-@given(st.data(), st.integers(20, 2000), st.integers(1, 9), st.floats(0.001, 0.5))
-def test_every_token_is_either_trained_on_or_held_out(data: st.DataObject, n: int, seq_len: int, share: float) -> None:
-    starts = sorted({0, *data.draw(st.lists(st.integers(0, n - 1), max_size=20))})
-    ranges = held_out_ranges(np.array([*starts, n]), n, seq_len, share)
-    assert all(0 <= a < b <= n for a, b in ranges)
-    assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
-    held_out = sum(b - a for a, b in ranges)
-    target = max(int(n * share), seq_len + 1)
-    assert seq_len + 1 <= held_out and target - len(ranges) < held_out <= target
-    train, evaluation = split(store_of(n, starts), seq_len, share)
-    assert evaluation is not None
-    assert evaluation.num_tokens == held_out and train.num_tokens == n - held_out
+@given(streams(), st.integers(0, 200))
+def test_documents_are_found_in_any_store(drawn: tuple[TokenStream, np.ndarray, list[int]], at: int) -> None:
+    stream, tokens, starts = drawn
+    at %= len(tokens)
+    assert stream.num_tokens == len(tokens) and stream.num_documents == len(starts)
+    assert stream.document_before(at) == max(start for start in starts if start <= at)
+    assert stream.document_starts(at, len(tokens)).tolist() == sorted({start for start in starts if start >= at})
+    assert [stream.start_of_document(n) for n in range(len(starts) + 1)] == [*starts, len(tokens)]
 
 
-def test_held_out_stretches_start_with_a_document_where_one_is_near() -> None:
-    ranges = held_out_ranges(np.array([0, 40, 995, 1990, 32000]), 32000, 3, 0.01)
-    assert len(ranges) == 16 and ranges[0] == (995, 1015)
-
-
-def test_the_split_and_the_length_of_samples_are_part_of_the_fingerprint() -> None:
-    prints = {split(store_of(5000), n, share)[0].fingerprint for n in (8, 16) for share in (0, 0.01, 0.1)}
-    assert len(prints) == 6
-    assert split(store_of(5000), 8, 0.1)[0].fingerprint == split(store_of(5000), 8, 0.1)[0].fingerprint
-
-
-def test_nothing_is_held_out_when_nothing_is_asked_for() -> None:
-    train, evaluation = split(store_of(9), 8, 0)
-    assert evaluation is None and len(train) == 1
-
-
-def test_too_little_data_says_how_much_there_is_and_how_much_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"17 tokens, but --seq-len 8 needs 18 .*--eval-fraction 0"):
-        split(store_of(17), 8, 0.01)
-    train, evaluation = split(store_of(18), 8, 0.01)
-    assert evaluation is not None and len(train) == len(evaluation) == 1
-    with pytest.raises(ConfigError, match=r"8 tokens, but --seq-len 8 needs 9 "):
-        split(store_of(8), 8, 0)
+def test_the_stream_the_ranges_and_the_length_are_part_of_the_fingerprint() -> None:
+    two = [store_of(np.arange(50), fingerprint="a"), store_of(np.arange(50), fingerprint="b")]
+    prints = {
+        TokenDataset(TokenStream(stores), ranges, seq_len).fingerprint
+        for stores in (two, two[::-1], two[:1])
+        for ranges in ([(0, 40)], [(0, 41)], [(0, 20), (21, 41)])
+        for seq_len in (8, 16)
+    }
+    assert len(prints) == 18
 
 
 def test_positions_beyond_two_to_the_31_are_read_exactly(tmp_path: Path) -> None:
@@ -93,9 +94,14 @@ def test_positions_beyond_two_to_the_31_are_read_exactly(tmp_path: Path) -> None
         stream.seek(2 * (n - len(last)))
         stream.write(last.tobytes())
     assert path.stat().st_blocks * 512 < 1 << 20
-    tokens = np.memmap(path, dtype="<u2", mode="r")
-    data = TokenDataset(tokens, [(0, 100), (n - 2**31, n)], seq_len=39, source="s")
-    assert len(data) == (2**31 + 99) // 39
-    whole = TokenDataset(tokens, [(n % 39 + 38, n)], seq_len=39, source="s")  # its last sample ends the file
-    assert whole[len(whole) - 1].tolist() == last.tolist()
+    one = store_of(np.memmap(path, dtype="<u2", mode="r"), [0, n - 3])
+    tokens = TokenStream([one, one])
+    assert len(TokenDataset(tokens, [(0, 100), (n - 2**31, n)], seq_len=39)) == (2**31 + 99) // 39
+    borders = Borders(documents=True)
+    for stop in (n, 2 * n):  # the last sample ends the file, once and twice
+        data = TokenDataset(tokens, [((stop - 1) % 39, stop)], 39, borders)
+        sample = data[len(data) - 1]
+        assert sample["window"].tolist() == last.tolist()
+        assert sample["documents"].tolist() == [0] * 37 + [1] * 2
+    assert tokens.document_before(2 * n - 1) == 2 * n - 3 and tokens.document_before(2 * n - 4) == n
     path.unlink()

@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from parallax.data.dataset import TokenDataset
+from parallax.data.dataset import Borders, TokenDataset
 from parallax.data.loader import BatchLoader
 from parallax.errors import ConfigError
+from tests.data.streams import stream_of
 
 
 @pytest.fixture
 def dataset() -> TokenDataset:
-    return TokenDataset(np.arange(1000, dtype=np.uint16), [(0, 1000)], seq_len=9, source="s")  # 111 samples
+    return TokenDataset(stream_of(1000), [(0, 1000)], seq_len=9)  # 111 samples
 
 
 def first_tokens(loaders: list[BatchLoader], step: int) -> list[int]:
@@ -84,10 +85,37 @@ def test_rows_are_stacked_array_by_array() -> None:
 
 
 def test_evaluation_starts_over_when_the_data_is_short() -> None:
-    short = TokenDataset(np.arange(10), [(0, 10)], seq_len=3, source="s")
+    short = TokenDataset(stream_of(10), [(0, 10)], seq_len=3)
     assert first_tokens([BatchLoader(short, 0, 8, 4, shuffle=False)], 0) == [0, 3, 6, 0, 3, 6, 0, 3]
 
 
 def test_a_global_batch_that_cannot_be_dealt_out_is_an_error(dataset: TokenDataset) -> None:
     with pytest.raises(ConfigError, match="--global-batch 10 must be a multiple of --micro-batch 2 times dp=4"):
         BatchLoader(dataset, 0, 10, 2, 0, 4)
+
+
+def test_what_samples_say_of_their_documents_goes_into_the_batch() -> None:
+    data = TokenDataset(stream_of(100, [0, 2, 5, 6]), [(0, 100)], seq_len=9, borders=Borders(True, True))
+    (batch,) = BatchLoader(data, 0, 2, 2, shuffle=False).micro_batches(0)
+    assert list(batch) == ["input_ids", "labels", "documents", "positions"]
+    assert batch["documents"].tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3], [0] * 9]
+    assert batch["positions"].tolist() == [[0, 1, 0, 1, 2, 0, 0, 1, 2], list(range(9))]
+    assert batch["documents"].dtype == torch.int32 and batch["positions"].dtype == torch.int64
+    assert batch["labels"].tolist() == [list(range(1, 10)), list(range(10, 19))]
+
+
+def test_samples_that_are_whole_batches_are_stacked_as_they_are() -> None:
+    class Rows:
+        fingerprint = "rows"
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+            return {"input_ids": np.array([i, i + 1]), "labels": np.array([-100, i])}
+
+    (batch,) = BatchLoader(Rows(), 0, 2, 2, shuffle=False).micro_batches(1)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[2, 3], [3, 4]],
+        "labels": [[-100, 2], [-100, 3]],
+    }

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallax.data import order as order_module
 from parallax.data.order import DataOrder, sample_index
 
 
@@ -51,6 +58,37 @@ def test_the_order_is_written_down_so_that_no_version_of_numpy_changes_it() -> N
         9,
         0,
     ]
+
+
+def test_a_large_order_is_made_once_a_machine_and_mapped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory = DataOrder(3, "f", 1000).samples(500, 1700)
+    monkeypatch.setattr(order_module, "MAPPED_FROM", 1000)
+    order = DataOrder(3, "f", 1000)
+    assert order.samples(500, 1700).tolist() == in_memory.tolist()
+    files = sorted(cache.glob("order-*/samples.npy"))
+    assert len(files) == 3 and isinstance(order._permutation(2), np.memmap)
+    assert order._permutation(2).dtype == np.uint32
+    monkeypatch.setattr(order, "_make_permutation", None)
+    assert order.samples(500, 1700).tolist() == in_memory.tolist()
+    DataOrder(4, "f", 1000).samples(0, 1)
+    assert len(list(cache.glob("order-*/samples.npy"))) == 4
+
+
+def test_ranks_that_start_together_make_a_large_order_once(cache: Path) -> None:
+    program = (
+        "from parallax.data import order; order.MAPPED_FROM = 1; "
+        "print(order.DataOrder(1, 'f', 300_000).samples(299_990, 20).tolist())"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(4)
+    ]
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert {out for out, _ in outputs} == {f"{DataOrder(1, 'f', 300_000).samples(299_990, 20).tolist()}\n"}
+    assert sum(err.count("preparing the order") for _, err in outputs) == 2  # of two epochs
 
 
 def test_the_order_of_evaluation_is_that_of_the_data() -> None:

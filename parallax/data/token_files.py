@@ -1,0 +1,132 @@
+"""Token files in Megatron-LM's format as a token store, checked once against the tokenizer and against themselves.
+
+The first time, both files are read through: for their checksums, for the range of the ids, and to see that the sequences lie one
+after another. What that found is kept in the cache for large files (see checksums), so later starts read nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from parallax.data.build import record_path
+from parallax.data.cache import build_once, cache_folder, digest
+from parallax.data.checksums import DataFile, cached_by_stat, fingerprint_of, hash_file
+from parallax.data.indexed import IndexedDataset
+from parallax.data.token_store import TokenStore
+from parallax.data.tokenizers import Tokenizer
+from parallax.errors import ConfigError
+
+MAPPED_FROM = 1 << 20  # documents: 8 MiB in each rank
+BLOCK = 1 << 22  # sequences that are checked at a time
+
+
+def token_files(prefix: str, tokenizer: Tokenizer, flag: str = "--data ") -> TokenStore:
+    """Return PREFIX.bin as a token store.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the ids are not the tokenizer's.
+    """
+    try:
+        data = IndexedDataset(prefix)
+    except ConfigError as error:
+        raise ConfigError([f"{flag}{problem}" for problem in error.problems]) from error
+    files, low, high = _look_through(data)
+    if high >= tokenizer.vocab_size or low < 0:
+        raise ConfigError(
+            f"{flag}{data.bin_path} holds the id {high if low >= 0 else low}, but --tokenizer {tokenizer.description} has "
+            f"the ids 0 to {tokenizer.vocab_size - 1}; give the tokenizer that the file was made with."
+        )
+    _check_record(prefix, data, tokenizer, flag)
+    num_tokens = _check_index(data, flag)
+    if num_tokens == 0:
+        raise ConfigError(f"{flag}{data.bin_path} holds no tokens.")
+    fingerprint = digest("token files", fingerprint_of(files))
+    return TokenStore(data.tokens, _document_starts(data, num_tokens, fingerprint), fingerprint, tuple(files))
+
+
+def _look_through(data: IndexedDataset) -> tuple[list[DataFile], int, int]:
+    """Return the records of both files, and the lowest and the highest id."""
+    itemsize, dtype = data.dtype.itemsize, data.dtype
+
+    def limits(content: bytes) -> tuple[int, int]:
+        ids = np.frombuffer(content, dtype, len(content) // itemsize)
+        return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+
+    def compute() -> list:
+        tokens, found = hash_file(data.bin_path, data.bin_path.name, limits)
+        index, _ = hash_file(data.idx_path, data.idx_path.name)
+        return [tokens, index, min((low for low, _ in found), default=0), max((high for _, high in found), default=0)]
+
+    paths = [data.bin_path, data.idx_path]
+    tokens, index, low, high = cached_by_stat(paths, "token-files", f"the checksum of {data.bin_path}", compute)
+    return [DataFile(*tokens), DataFile(*index)], low, high
+
+
+def _check_record(prefix: str, data: IndexedDataset, tokenizer: Tokenizer, flag: str) -> None:
+    """Compare the tokenizer with what `parallax data build` wrote down, if these are still the files that it made."""
+    path = record_path(prefix)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        same_files = (record["num_documents"], record["dtype"]) == (data.num_documents, data.dtype.name)
+        fingerprint, name = record["tokenizer_fingerprint"], record["tokenizer"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{flag}{path} is damaged ({error}); remove it, or build the files again.") from error
+    if same_files and fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"{flag}{data.bin_path} was made with the tokenizer {name}, not with --tokenizer {tokenizer.description}; "
+            f"give that, or remove {path} if the two are the same."
+        )
+
+
+def _check_index(data: IndexedDataset, flag: str) -> int:
+    """Return the number of tokens, having seen that the sequences lie one after another and the documents in order.
+
+    The arrays are compared as a whole, a block at a time: no loop over sequences.
+    """
+    end = 0
+    for first in range(0, len(data), BLOCK):
+        lengths = data.lengths[first : first + BLOCK].astype(np.int64)
+        ends = np.cumsum(lengths * data.dtype.itemsize) + end
+        wrong = np.flatnonzero(
+            (data.pointers[first : first + BLOCK] != ends - lengths * data.dtype.itemsize) | (lengths < 0)
+        )
+        if len(wrong):
+            raise ConfigError(
+                f"{flag}{data.idx_path}: sequence {first + int(wrong[0])} does not lie where the one before it ends; write the "
+                "files again, for example with parallax.data.IndexedWriter."
+            )
+        end = int(ends[-1])
+    size = data.bin_path.stat().st_size
+    if size != end:
+        raise ConfigError(
+            f"{flag}{data.bin_path} has {size:,} bytes, but {data.idx_path.name} describes {end:,}; the two are of "
+            "different builds."
+        )
+    documents = data.document_indices
+    if documents[0] != 0 or documents[-1] != len(data) or (np.diff(documents) < 0).any():
+        raise ConfigError(
+            f"{flag}{data.idx_path} is damaged: its documents are not in order or do not cover all sequences."
+        )
+    return end // data.dtype.itemsize
+
+
+def _document_starts(data: IndexedDataset, num_tokens: int, fingerprint: str) -> np.ndarray:
+    """Return int64 `[documents + 1]`: the first token of each document, and the number of tokens; mapped where it is large."""
+
+    def make() -> np.ndarray:
+        return np.append(data.pointers // data.dtype.itemsize, num_tokens)[data.document_indices]
+
+    if data.num_documents < MAPPED_FROM:
+        return make()
+
+    def build(folder: Path) -> None:
+        np.save(folder / "documents.npy", make(), allow_pickle=False)
+
+    what = f"where the {data.num_documents:,} documents of {data.bin_path} start"
+    folder = build_once(cache_folder() / f"documents-{fingerprint}", build, what)
+    return np.load(folder / "documents.npy", mmap_mode="r", allow_pickle=False)
