@@ -121,9 +121,10 @@ class StageRunner:
         ]
 
     def count(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the targets of the step over all micro-batches and data-parallel ranks, fp32, at least 1."""
+        """Return the targets of the step over all micro-batches and data-parallel ranks, fp32; 1 where there is none."""
         weights = torch.stack([self.objective.weight(batch) for batch in batches])
-        return all_reduce_(weights.sum(), self.mesh.dp).clamp_(min=1).float()
+        total = all_reduce_(weights.sum(), self.mesh.dp)
+        return torch.where(total > 0, total, 1).float()  # weights may sum up to less than 1
 
     def run(
         self,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallax.mesh import Layout, Mesh
+from parallax.objectives.masked_next_token import MaskedNextToken
 from tests.distributed.harness import run_layout
 from tests.distributed.training import SMALL, Case, build
 
@@ -49,6 +50,26 @@ def test_samples_with_few_targets_do_not_count_more(layout: Layout) -> None:
             assert got["norm"] == pytest.approx(whole["norm"], rel=1e-6)
             for name, tensor in got["weights"].items():
                 assert torch.allclose(tensor, whole["weights"][name], rtol=1e-4, atol=1e-6), name
+
+
+def _weighted_step(mesh: Mesh, scale: float) -> tuple[float, float, float]:
+    """Loss, gradient norm and weight of a step whose targets count 1, 2, 3 and 4 times `scale`, sample by sample."""
+    step = build(mesh, Case(micro_batch=1, global_batch=4))
+    step.runner.objective = MaskedNextToken(SMALL.vocab_size, mesh.tp)
+    samples = _samples()
+    samples["weights"] = scale * torch.arange(1.0, 5.0)[:, None].expand(4, 16)
+    mine = range(mesh.dp_rank, 4, mesh.layout.dp)
+    result = step([{name: tensor[i : i + 1] for name, tensor in samples.items()} for i in mine], 1e-2)
+    return result.loss.item(), result.grad_norm.item(), result.weight.item()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(pp=2)], ids=str)
+def test_weights_count_by_their_ratios_however_small_they_are(layout: Layout) -> None:
+    (whole,) = run_layout(Layout(), _weighted_step, 1.0)
+    assert whole[2] == sum(count * (row + 1) for row, count in enumerate(TARGETS))
+    for got in run_layout(layout, _weighted_step, 1e-4):
+        assert got[2] == pytest.approx(1e-4 * whole[2], rel=1e-6) and got[2] < 1
+        assert got[:2] == pytest.approx(whole[:2], rel=1e-5)
 
 
 def test_the_logged_loss_is_the_mean_over_all_targets() -> None:
