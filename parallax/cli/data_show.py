@@ -90,6 +90,9 @@ def _show(words: argparse.Namespace) -> int:
         else:
             print(f"{sample.file}, line {sample.line}: {len(sample.input_ids):,} tokens, {learned:,} learned")
             print("".join(_marked(encoder.pieces(sample.input_ids), found, coloured)).rstrip("\n") + "\n")
+    if not num_chats and words.limit != 0:
+        reason = f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "."
+        raise ConfigError(f"{' '.join(words.paths)} holds no chat that can be used{reason}")
     share = f" ({num_learned / num_tokens:.1%})" if num_tokens else ""
     if not words.json:
         print(f"{num_chats:,} chats, {num_tokens:,} tokens, {num_learned:,} learned{share}; template {encoder.name}")

@@ -100,6 +100,16 @@ def test_a_bad_chat_is_one_sentence_or_left_out_and_told(chats: str, capsys: pyt
     assert len(out.splitlines()) == 3 and err.startswith(f"left out: --data {chats}, line 3: ") and err.count("\n") == 1
 
 
+def test_no_chat_at_all_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl holds no chat that can be used\.$"):
+        show(str(path), "--tokenizer", "bytes")
+    path.write_text("[]\n")
+    with pytest.raises(ConfigError, match=r"1 are left out, the first because: .*line 1: found a list"):
+        show(str(path), "--tokenizer", "bytes", "--skip-bad")
+
+
 def test_without_a_file_the_embedded_chats_are_shown(capsys: pytest.CaptureFixture) -> None:
     assert show("--tokenizer", "bytes", "--limit", "3") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("3 chats, ")

@@ -1,4 +1,4 @@
-"""Records of .jsonl and .parquet files, one at a time, each with the line it stands on and what is wrong with it if anything.
+"""Records of .jsonl (also .gz, .zst) and .parquet files, one at a time, each with its line and what is wrong with it if anything.
 
 Lines end only where JSON strings cannot: LF, CR LF or CR, never U+2028. A line is read in bounded memory, and one that is broken
 does not end the reading, so that --skip-bad can go on behind it.
@@ -6,11 +6,13 @@ does not end the reading, so that --skip-bad can go on behind it.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from parallax.data.chat.records import BadChat, Chat, parse_json, to_chat
+from parallax.data.encoding.sources import check_packing, open_bytes
 from parallax.errors import ConfigError
 
 PARQUET_MAGIC = b"PAR1"
@@ -36,7 +38,7 @@ def read_chats(path: str | Path) -> Iterator[tuple[int, Chat | BadChat]]:
 
 
 def check_chat_file(given: str) -> list[str]:
-    """Say what is wrong with a file of --data, looking at its first bytes only."""
+    """Say what is wrong with a file of --data, without reading it."""
     path = Path(given)
     try:
         if path.is_dir():
@@ -45,23 +47,18 @@ def check_chat_file(given: str) -> list[str]:
             return [f"--data {given}: there is no such file."]
         if not path.is_file():
             return [f"--data {given}: this is no file."]
-        with open(path, "rb") as stream:
-            head = stream.read(4096)
+        with open(path, "rb"):
+            pass
     except OSError as error:
         return [f"--data {given}: it cannot be read ({error.strerror})."]
-    if head[:4] == PARQUET_MAGIC:
-        return []
-    first = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if first == b"[":
-        return [f"--data {given}: the file is one JSON list; write each chat on a line of its own (.jsonl)."]
-    if b"\0" in head:
-        return [f"--data {given}: the file is neither .jsonl nor .parquet."]
-    return []
+    problem = check_packing(path)
+    return [f"--data {given}: {problem}."] if problem else []
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    # surrogateescape: a byte that is not UTF-8 makes its own line bad, not the block that the decoder read ahead
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline=None) as stream:
+    with open_bytes(Path(path)) as (unpacked, _):
+        # surrogateescape: a byte that is not UTF-8 makes its own line bad, not the block that the decoder read ahead
+        stream = io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="surrogateescape", newline=None)
         number = 0
         while line := stream.readline(MAX_LINE_CHARACTERS):
             number += 1
@@ -86,7 +83,8 @@ def _parse(line: str) -> Any:
     except RecursionError:
         return BadChat("the JSON is nested too deeply")
     except ValueError as error:
-        return BadChat(f"this is not valid JSON ({error})")
+        hint = "; a file must have each chat on a line of its own, not one list of all" if line.startswith("[") else ""
+        return BadChat(f"this is not valid JSON ({error}){hint}")
 
 
 def _parquet(path: str | Path) -> Iterator[tuple[int, Any]]:

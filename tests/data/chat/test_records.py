@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from parallax.data.chat import files
 from parallax.data.chat.files import check_chat_file, read_chats
 from parallax.data.chat.records import BadChat, Chat, to_chat
+from parallax.errors import ConfigError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 GOOD = {"messages": [USER, ASSISTANT]}
@@ -183,6 +185,8 @@ def test_a_broken_line_is_told_with_its_number_and_does_not_end_the_reading(tmp_
         (b'{"prompt": NaN, "completion": "a"}', "this is not valid JSON (NaN is no number of JSON"),
         (b'{"prompt": "q", "completion": "\xff"}', "the line is not UTF-8 text"),
         (b'{"prompt": "q", "completion": "\\ud83d"}', "half of a surrogate pair"),
+        (b"[", "a file must have each chat on a line of its own, not one list of all"),
+        (b"\x00", "this is not valid JSON"),
         (b"[" * 200_000, "the JSON is nested too deeply"),
         (b'{"x": ' + b"9" * 10_000 + b"}", "this is not valid JSON (Exceeds the limit"),
         (b'{"prompt": "q"} {"completion": "a"}', "this is not valid JSON (Extra data"),
@@ -199,6 +203,14 @@ def test_a_line_that_does_not_end_is_read_in_bounded_memory(tmp_path: Path, monk
     monkeypatch.setattr(files, "MAX_LINE_CHARACTERS", 100)
     found = lines_of(tmp_path / "a.jsonl", record("1") + b"\n" + record("x" * 1000) + b"\n" + record("3"))
     assert found == [(1, "1"), (2, "the line has more than 100 characters"), (3, "3")]
+
+
+def test_packed_files_are_read_as_they_are(tmp_path: Path) -> None:
+    content = record("1") + b"\n" + record("\u2028") + b"\r\n" + b"broken\n"
+    expected = lines_of(tmp_path / "a.jsonl", content)
+    assert len(expected) == 3 and lines_of(tmp_path / "a.jsonl.gz", gzip.compress(content)) == expected
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: the compressed file is cut short or damaged"):
+        lines_of(tmp_path / "a.jsonl.gz", gzip.compress(content)[:-9])
 
 
 def test_parquet_is_read_as_jsonl_is(tmp_path: Path) -> None:
@@ -223,13 +235,11 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_of_chats_is_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text("[\n{}]")
-    (tmp_path / "zip").write_bytes(b"PK\0\0")
+    (tmp_path / "a.gz").write_bytes(b"no gzip")
     for name, said in (
         ("absent", "there is no such file"),
         (".", "this is a folder; name the .jsonl"),
-        ("list.json", "the file is one JSON list; write each chat on a line of its own"),
-        ("zip", "the file is neither .jsonl nor .parquet"),
+        ("a.gz", "the file is no .gz file, although its name says so"),
     ):
         (problem,) = check_chat_file(str(tmp_path / name))
         assert problem.startswith(f"--data {tmp_path / name}: ") and said in problem and problem.endswith(".")
