@@ -98,7 +98,10 @@ def _check_complete(schedule: Schedule) -> None:
                 )
     for number in range(schedule.num_micro_batches):
         if number not in pipes:
-            raise ConfigError(f"schedule {schedule.name} never does micro-batch {number}")
+            raise ConfigError(
+                f"schedule {schedule.name} is for micro-batches 0 to {schedule.num_micro_batches - 1} and never does "
+                f"micro-batch {number}"
+            )
         for stage in range(schedule.num_stages):
             _check_chunk(schedule, Action("F", stage, number, pipes[number]))
 

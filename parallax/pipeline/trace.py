@@ -16,6 +16,7 @@ ranks need a common moment, `origin`; on one machine that is the same clock anyw
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,7 @@ class RankRecord:
             Event(kind, parse_entry(what), float(start), float(end), peer if peer is None else int(peer))
             for kind, what, start, end, peer in data["events"]
         ]
-        if not all(event.kind in EVENT_KINDS and event.end >= event.start for event in events):
+        if not all(event.kind in EVENT_KINDS and -math.inf < event.start <= event.end < math.inf for event in events):
             raise ValueError(f"rank {data['rank']} has an event of an unknown kind, or one that ends before it starts")
         return cls(int(data["rank"]), events=events)
 
@@ -87,9 +88,10 @@ class Trace:
     def __init__(self, name: str, records: Iterable[RankRecord]) -> None:
         self.name = name
         self.records = sorted(records, key=lambda record: record.rank)
-        assert [record.rank for record in self.records] == list(range(len(self.records))), "a record of each rank"
+        ranks = [record.rank for record in self.records]
+        assert ranks and ranks == list(range(len(ranks))), f"one record of each rank is needed, not of ranks {ranks}"
         assert all(any(event.kind == RUN for event in record.events) for record in self.records), (
-            "each rank ran something"
+            "there is a rank that ran nothing"
         )
         first = min(event.start for record in self.records for event in record.events)
         for record in self.records:
@@ -193,7 +195,10 @@ def read_trace(path: str | Path) -> Trace:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         if data["format"] != _FORMAT:
             raise ValueError(f"its format is {data['format']!r}")
-        return Trace(str(data["name"]), map(RankRecord.from_data, data["ranks"]))
+        trace = Trace(str(data["name"]), map(RankRecord.from_data, data["ranks"]))
+        if trace.makespan <= 0:
+            raise ValueError("nothing in it took any time")
+        return trace
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AssertionError) as error:

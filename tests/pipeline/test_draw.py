@@ -3,6 +3,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,12 @@ def test_a_name_is_no_markup() -> None:
     named = chart_of(schedule, simulate(schedule))
     hostile = Chart("<script>alert(1)</script>", named.rows, named.in_flight, named.end, named.num_tones)
     assert "<script>alert" not in to_html([hostile])
+
+
+def test_a_name_is_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra plot")
+    from parallax.pipeline.draw.figure import save_figure
+
+    schedule = make_schedule("gpipe", 2, 2)
+    save_figure([chart_of(schedule, simulate(schedule), r"$\frac{ $x")], tmp_path / "x.svg", "svg")
+    assert (tmp_path / "x.svg").stat().st_size > 1000

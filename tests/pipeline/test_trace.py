@@ -98,6 +98,9 @@ def test_a_trace_in_a_file_reads_back_and_what_is_none_is_said_so(tmp_path: Path
         json.dumps(good | {"ranks": [{"rank": 0, "events": [["sleep", *event[1:]]]}]}),
         json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 2.0, 1.0, None]]}]}),
         json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0"]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 0.0, float("inf"), None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 1.0, 1.0, None]]}]}),
+        json.dumps(good | {"ranks": []}),
     ):
         (tmp_path / "broken.json").write_text(broken)
         with pytest.raises(ConfigError, match=r"broken\.json is no trace of a pipeline step") as caught:

@@ -55,7 +55,7 @@ def _draw_rows(axes: Any, chart: Chart, points: float) -> None:
     axes.set_yticklabels([f"rank {rank}  {chart.idle(rank):.0%} idle" for rank in range(len(chart.rows))])
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    axes.set_title(chart.title, fontsize=10, loc="left")
+    axes.set_title(chart.title.replace("$", r"\$"), fontsize=10, loc="left")  # a file's name is no formula
 
 
 def _draw_block(axes: Any, chart: Chart, rank: int, block: Block, points: float) -> None:
