@@ -55,6 +55,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     model, training, root = config.model_config, config.training, config.out / "checkpoints"
     identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     agree(identity, mesh)
+    identity["data_files"] = data.files
     resume = Resume(config.run.resume, root, identity, changes_that_matter)
     start = resume.find(mesh)
 
@@ -75,9 +76,11 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
 
     batch = (training.seed, training.global_batch, training.micro_batch, mesh.dp_rank, mesh.layout.dp)
     loader = BatchLoader(data.train, *batch, pin_memory=mesh.device.type == "cuda")
-    evaluation = None
-    if data.eval is not None and config.run.eval_every:
-        evaluation = Evaluation(BatchLoader(data.eval, *batch, shuffle=False), config.eval_steps)
+    evaluations = [
+        Evaluation(BatchLoader(part, *batch, shuffle=False), config.eval_steps, metric, only_at_end)
+        for metric, part, only_at_end in data.evaluated()
+        if config.run.eval_every
+    ]
 
     with (
         only_run_in(config.out, mesh),
@@ -99,7 +102,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 training.tokens_per_step,
                 train_step,
                 loader,
-                evaluation,
+                evaluations,
                 metrics,
                 state,
                 lambda step: learning_rate(step, config.learning_rate),

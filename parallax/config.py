@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallax import flags
+from parallax.data.checksums import changed_files
 from parallax.data.default_tokenizer import DEFAULT_VOCAB_SIZE
 from parallax.data.options import DataOptions
 from parallax.data.options import check as check_data
@@ -45,7 +46,7 @@ _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
 # Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
 # name is told by their fingerprints, not by their paths.
 HARMLESS = frozenset(
-    "data tokenizer tp pp dp sp schedule chunks pipeline_layout zero micro_batch recompute steps tokens "
+    "data tokenizer valid tp pp dp sp schedule chunks pipeline_layout zero micro_batch recompute steps tokens "
     "out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size".split()
 )
 
@@ -238,7 +239,9 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
     if model is not None:
         problems += _check_stages(model, layout, options)
     run = options.run.resolved(_run_name(options.model.model))
-    problems += replace(options.run, out=run.out).check(options.data.eval_fraction)
+    problems += replace(options.run, out=run.out).check(None if data_problems else options.data.nothing_held_out)
+    if options.data.valid and options.run.eval_every == 0:
+        problems.append("--valid has no effect with --eval-every 0; leave one of them out")
     if problems or model is None:
         raise ConfigError(problems)
     return PretrainConfig(
@@ -309,6 +312,7 @@ class Difference:
 
 # What a run's identity holds beside its options, and options whose default depends on another.
 _FINGERPRINTS = frozenset({"data", "tokenizer"})
+_DATA_CHANGED = "the data is not the same"  # said only where no file of it is known to differ
 _FOLLOWING_STEPS = frozenset({"warmup_steps", "lr_decay_steps"})
 
 
@@ -337,4 +341,9 @@ _MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptio
 
 def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return, each as a clause, the differences that would make a resumed run another one."""
-    return [str(difference) for difference in differences(before, now) if not difference.harmless]
+    found = [difference for difference in differences(before, now) if not difference.harmless]
+    clauses = [str(difference) for difference in found if difference.name != "data_files"]
+    for difference in found:
+        if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):
+            clauses = [*(clause for clause in clauses if clause != _DATA_CHANGED), *files]
+    return clauses

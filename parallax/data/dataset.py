@@ -90,7 +90,7 @@ class TokenDataset:
             self._stream.read_into(window[filled : filled + length], start)
             if self.borders.documents or self.borders.positions:
                 # What comes after a gap is another document, even where it is the rest of one.
-                starts += [[filled], self._stream.document_starts(start, start + length) - start + filled]
+                starts += [np.array([filled]), self._stream.document_starts(start, start + length) - start + filled]
             filled += length
             part += 1
         if not (self.borders.documents or self.borders.positions):

@@ -39,6 +39,12 @@ class PreparedData:
     valid: dict[str, TokenDataset] = field(default_factory=dict)
     files: tuple[DataFile, ...] = ()
 
+    def evaluated(self) -> list[tuple[str, Samples, bool]]:
+        """Return what is evaluated: the name of its loss in the metrics, the samples, and whether only after the last step."""
+        named = [(f"eval_loss/{name}", samples, False) for name, samples in self.valid.items()]
+        held_out = [("eval_loss", self.eval, False)] if self.eval is not None else []
+        return [*held_out, *named, *([("test_loss", self.test, True)] if self.test is not None else [])]
+
 
 def prepare_data(options: DataOptions, seq_len: int) -> PreparedData:
     """Read, tokenize and split the data; what is made is cached for the next run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,15 @@ from parallax.training.step import StepResult, TrainStep, evaluate
 
 @dataclass(eq=False)
 class Evaluation:
-    """How the held-out part is evaluated: its first `steps` global batches, the same each time."""
+    """How a set that is not trained on is evaluated: its first `steps` global batches, the same each time.
+
+    metric: the name of its loss in the metrics. only_at_end: it waits for the last step.
+    """
 
     loader: BatchLoader
     steps: int
+    metric: str = "eval_loss"
+    only_at_end: bool = False
 
 
 @dataclass(eq=False)
@@ -41,7 +46,7 @@ class Run:
     tokens_per_step: int
     train_step: TrainStep
     loader: BatchLoader
-    evaluation: Evaluation | None
+    evaluations: Sequence[Evaluation]
     metrics: Metrics
     state: TrainState
     learning_rate: Callable[[int], float]
@@ -67,7 +72,7 @@ def fit(run: Run) -> None:
         if recorder is not None:
             _write_trace(run, recorder)
         last = state.step == run.steps
-        evaluates = run.evaluation is not None and (last or _due(state.step, options.eval_every))
+        evaluates = bool(run.evaluations) and (last or _due(state.step, options.eval_every))
         values: dict[str, float] = {}
         if evaluates or _due(state.step, options.log_every) or (last and options.log_every):
             values = _measure(run, result, lr, watch)
@@ -75,8 +80,9 @@ def fit(run: Run) -> None:
         if values or saves:
             _check_finite(run, result, lr)
         started = time.perf_counter()
-        if run.evaluation is not None and evaluates:
-            values["eval_loss"] = _evaluate(run.train_step, run.evaluation)
+        for evaluation in run.evaluations if evaluates else ():
+            if last or not evaluation.only_at_end:
+                values[evaluation.metric] = _evaluate(run.train_step, evaluation)
         if values:
             metrics.write(values)
         if saves:

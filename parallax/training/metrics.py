@@ -12,6 +12,8 @@ metrics.jsonl holds one JSON object per logged step with the keys
     step_seconds      wall time of a step, mean since the last logged step
     memory_bytes      peak memory of rank 0: of its GPU, or of its process on a CPU
     eval_loss         on the held-out part, at the steps where it was evaluated
+    eval_loss/NAME    on the set that --valid NAME=PATH names, at those steps
+    test_loss         on the last part of --split, after the last step
 """
 
 from __future__ import annotations
@@ -118,8 +120,9 @@ def _line(values: dict[str, Any]) -> str:
         f"{values['step_seconds'] * 1000:,.0f} ms/step",
         f"{values['memory_bytes'] / 2**30:.2f} GiB",
     ]
-    if "eval_loss" in values:
-        parts.append(f"eval loss {values['eval_loss']:.4f}")
+    for name, value in values.items():
+        if name.startswith(("eval_loss", "test_loss")):
+            parts.append(f"{name.replace('_', ' ').replace('/', ' ', 1)} {value:.4f}")
     return "  ".join(parts)
 
 

@@ -212,8 +212,11 @@ class RunOptions:
             eval_steps=self.DEFAULT_EVAL_STEPS if self.eval_steps is None else self.eval_steps,
         )
 
-    def check(self, eval_fraction: float) -> list[str]:
-        """Return what is wrong with these options, `out` filled in, a sentence each."""
+    def check(self, nothing_held_out: str | None) -> list[str]:
+        """Return what is wrong with these options, `out` filled in, a sentence each.
+
+        nothing_held_out: the option of the data that leaves nothing to evaluate on, in words; None if there is something.
+        """
         problems = [
             f"--{name} {value} must be 0, which turns it off, or more"
             for name, value in (
@@ -227,8 +230,8 @@ class RunOptions:
             problems.append(f"--eval-steps {self.eval_steps} must be at least 1; --eval-every 0 turns evaluation off")
         if self.eval_steps is not None and self.eval_every == 0:
             problems.append(f"--eval-steps {self.eval_steps} has no effect with --eval-every 0; leave one of them out")
-        if self.eval_every > 0 and eval_fraction == 0:
-            problems.append("--eval-fraction 0 holds out nothing to evaluate on; use --eval-every 0 with it")
+        if self.eval_every > 0 and nothing_held_out is not None:
+            problems.append(f"{nothing_held_out} holds out nothing to evaluate on; use --eval-every 0 with it")
         if self.trace_pipeline is not None and self.trace_pipeline < 1:
             problems.append(f"--trace-pipeline {self.trace_pipeline} must be the number of a step, counted from 1")
         if self.timeout <= 0:

@@ -141,7 +141,8 @@ class _Texts:
 
 def line_blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (number of the first line, whole lines) of a stream of .jsonl, in blocks of about BLOCK_BYTES."""
-    number, rest, at_start = 1, [], True
+    number, at_start = 1, True
+    rest: list[bytes] = []
     while data := stream.read(BLOCK_BYTES):
         # A CR at the end may be half of a CR LF. Less than was asked for is the end of the stream.
         is_last = len(data) < BLOCK_BYTES
