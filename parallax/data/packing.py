@@ -8,8 +8,8 @@
 
 Which samples share a row is best-fit decreasing: the longest sample first, each into the fullest row that it still fits into, a new
 one if there is none. That takes at most 11/9 of the fewest rows possible, and 4 more (Johnson, 1973, "Near-optimal bin packing
-algorithms"); on chats it is within a percent of full rows.
-The grouping depends on the lengths alone, so it is the same in every layout; the order of the rows is `parallax.data.order`'s.
+algorithms"). The grouping depends on the lengths alone, so it is the same in every layout; the order of the rows is that of
+`parallax.data.order`.
 """
 
 from __future__ import annotations
