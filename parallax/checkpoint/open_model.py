@@ -20,7 +20,7 @@ from parallax.checkpoint.verify import check_files
 from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.models.decoder import DecoderStage
-from parallax.models.hugging_face_config import read_hugging_face_config
+from parallax.models.hugging_face_config import read_fields, read_hugging_face_config
 from parallax.models.stages import build_stages, shape_stages
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 
@@ -44,10 +44,11 @@ def find_model(path: str | Path) -> Path:
         if problems:
             raise ConfigError(problems[0])
         return path / MODEL
-    if not (path / "config.json").is_file() or (path / "checkpoints").is_dir():
-        raise ConfigError(
-            f"{path} holds neither a checkpoint nor config.json; give a run, a checkpoint or a Hugging Face model's folder"
-        )
+    kinds = "give a run, a checkpoint or a Hugging Face model's folder"
+    if (path / "checkpoints").is_dir() or not (path / "config.json").is_file():
+        raise ConfigError(f"{path} holds neither a checkpoint nor config.json; {kinds}")
+    if "model_type" not in read_fields(path):
+        raise ConfigError(f"{path} holds no checkpoint yet, and its config.json is that of a run; {kinds}")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,13 @@ def test_a_checkpoint_and_a_run_are_models_too(
     model = open_model(folder)
     parts = CheckpointParts(model.config, list(named_parameters_with_facts(model)), tokenizer=load_tokenizer(folder))
     checkpoint = save(tmp_path / "run" / "checkpoints", 7, parts, single_process_mesh())
-    (tmp_path / "run" / "config.json").write_text("{}")  # the run's options, which are no model
+    (tmp_path / "run" / "config.json").write_text('{"options": {}}')  # the run's, which is no model
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", checkpoint, checkpoint / "model"):
         assert run(capsys, path, "--prompt", PROMPT, "--max-tokens", 20)[:2] == (0, expected)
     (checkpoint / "model" / "config.json").unlink()
     assert "holds no complete checkpoint" in run(capsys, tmp_path / "run", "--prompt", PROMPT)[2]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "holds no checkpoint yet" in run(capsys, tmp_path / "run", "--prompt", PROMPT)[2]
 
 
 @pytest.mark.parametrize(
