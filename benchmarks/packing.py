@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import describe_machine
 from parallax.data.chat.options import ChatOptions
 from parallax.data.chat.prepare import prepare_chats
-from parallax.data.packing import pack
+from parallax.data.packing import RowDataset, pack
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> int:
@@ -78,7 +78,9 @@ def main() -> None:
 
 def embedded_lengths(seq_len: int) -> np.ndarray:
     """Return the lengths of the embedded chats with the default tokenizer, in the order of the data."""
-    return prepare_chats(ChatOptions(eval_fraction=0), seq_len).train.samples.lengths
+    rows = prepare_chats(ChatOptions(eval_fraction=0), seq_len).train
+    assert isinstance(rows, RowDataset)
+    return rows.samples.lengths
 
 
 def timed(function: Callable[[], int]) -> tuple[int, float]:

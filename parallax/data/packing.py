@@ -119,9 +119,13 @@ def squared_document_lengths(documents: np.ndarray) -> int:
 
 
 class Samples(Protocol):
-    """Samples of which the lengths are known; sample i is (ids, weights), both `[lengths[i]]`."""
+    """Samples of which the lengths are known; sample i is (ids, weights), both `[lengths[i]]`.
+
+    num_labels: how many tokens of all are learned. has_weights: whether rows hold weights.
+    """
 
     lengths: np.ndarray
+    num_labels: int
     fingerprint: str
     has_weights: bool
 
@@ -139,7 +143,9 @@ class RowDataset:
         self.seq_len = seq_len
         self.padding_id = padding_id
         self.rows = pack(samples.lengths, seq_len) if packing else pad(len(samples.lengths))
+        self.num_samples = len(samples.lengths)
         self.num_tokens = int(samples.lengths.sum())
+        self.num_labels = samples.num_labels
         self.fingerprint = digest("rows", samples.fingerprint, str(seq_len), str(padding_id), str(packing))
 
     @property

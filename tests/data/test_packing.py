@@ -67,6 +67,7 @@ class Lists:
     def __init__(self, samples: list[tuple[list[int], list[float]]], has_weights: bool = False) -> None:
         self.samples = samples
         self.lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+        self.num_labels = sum(weight > 0 for _, weights in samples for weight in weights[1:])
         self.fingerprint = "lists"
         self.has_weights = has_weights
 

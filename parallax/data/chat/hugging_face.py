@@ -109,7 +109,10 @@ class HuggingFaceTemplate:
         marks = {k: f"{_placeholder(text)}{k}x" for k, message in enumerate(chat.messages) if message["content"]}
         for k, mark in marks.items():
             marked[k] = {**marked[k], "content": mark}
-        written = self._render(marked, chat.tools)
+        try:
+            written = self._render(marked, chat.tools)
+        except BadChat:
+            return  # a template that reads what messages say, and does not like these
         for k, mark in marks.items():
             if mark not in written:
                 role = chat.messages[k]["role"]

@@ -25,7 +25,7 @@ from parallax.data.chat.encoded import ChatEncoder, TrainOn, token_weights
 from parallax.data.chat.files import read_chats
 from parallax.data.chat.instruct import standard_library_chats
 from parallax.data.chat.records import BadChat, Chat
-from parallax.data.checksums import file_records, fingerprint_of
+from parallax.data.checksums import DataFile, file_records, fingerprint_of
 from parallax.data.corpus import Corpus, TextFile, standard_library
 from parallax.errors import ConfigError
 
@@ -36,7 +36,7 @@ Located = tuple[str, int, Chat | BadChat]  # file, line
 
 @dataclass(frozen=True)
 class ChatStore:
-    """Encoded chats, mapped read-only; `bad` is how many were left out, `first_bad` why the first was.
+    """Encoded chats, mapped read-only; made of `files`. `num_bad` were left out, `first_bad` says why the first was.
 
     tokens, weights: `[tokens]`; starts: `[chats + 1]`; lines, labels: `[chats]`. has_weights: some are neither 0 nor 1.
     """
@@ -51,6 +51,7 @@ class ChatStore:
     num_bad: int
     first_bad: str
     fingerprint: str
+    files: tuple[DataFile, ...]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -72,7 +73,7 @@ def chat_store(path: str | None, encoder: ChatEncoder, train_on: TrainOn, skip_b
     def build(folder: Path) -> None:
         _write(folder, encode_chats(read_located(path, corpus), encoder, train_on), source, skip_bad, key)
 
-    return _open(build_once(cache_folder() / f"chats-{key}", build, f"the chats of {source}"), source)
+    return _open(build_once(cache_folder() / f"chats-{key}", build, f"the chats of {source}"), source, tuple(records))
 
 
 def read_located(path: str | None, corpus: Corpus | None = None) -> Iterator[Located]:
@@ -162,7 +163,7 @@ def _write(folder: Path, samples: Iterable[Sample], source: str, skip_bad: bool,
     (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _open(folder: Path, source: str) -> ChatStore:
+def _open(folder: Path, source: str, files: tuple[DataFile, ...]) -> ChatStore:
     try:
         record = json.loads((folder / "record.json").read_text())
         starts, lines, labels = (
@@ -173,7 +174,8 @@ def _open(folder: Path, source: str) -> ChatStore:
         whole = len(tokens) == len(weights) == record["num_tokens"] == starts[-1]
         if not whole or not len(lines) == len(labels) == len(starts) - 1 == record["num_chats"]:
             raise ValueError("the sizes of its files differ from those recorded")
-        told = (record[key] for key in ("has_weights", "num_bad", "first_bad", "fingerprint"))
-        return ChatStore(source, tokens, weights, starts, lines, labels, *told)
+        arrays = (tokens, weights, starts, lines, labels)
+        bad = (record["num_bad"], record["first_bad"])
+        return ChatStore(source, *arrays, record["has_weights"], *bad, record["fingerprint"], files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the cached data in {folder} is damaged ({error}); delete that folder.") from error

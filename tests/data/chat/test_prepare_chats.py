@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallax.data.chat.options import ChatOptions, check, parse_sources
+from parallax.data.chat.options import ChatOptions, check
 from parallax.data.chat.prepare import PreparedChats, prepare_chats
+from parallax.data.loader import BatchLoader
 from parallax.data.packing import RowDataset
 from parallax.errors import ConfigError
 from tests.data.chat import tokenizers_of_the_test as made
@@ -60,7 +61,7 @@ def test_every_chat_is_in_the_rows_once_and_its_answers_are_the_labels(tmp_path:
     assert samples_of(data.train) == sorted(rendered(*pair) for pair in PAIRS)
     assert sorted(labels_of(data.train)) == sorted(b for _, answer in PAIRS for b in [*answer.encode(), *END])
     assert len(data.train) == (16 if packing else 40) and data.eval is None
-    assert "40 chats; 40 in an epoch" in data.description and "template chatml" in data.description
+    assert "40 chats; 40 to train on" in data.description and "template chatml" in data.description
 
 
 def test_a_chat_that_is_too_long_is_dropped_cut_or_an_error_and_counted(tmp_path: Path) -> None:
@@ -68,11 +69,11 @@ def test_a_chat_that_is_too_long_is_dropped_cut_or_an_error_and_counted(tmp_path
     path = write(tmp_path / "a.jsonl", [("short", "x"), ("q", "y" * 100), ("z" * 100, "never seen")])
     dropped = prepare(path, seq_len=100, too_long="drop")
     assert samples_of(dropped.train) == [rendered("short", "x")]
-    assert "3 chats, 2 too long and dropped; 1 in an epoch" in dropped.description
+    assert "3 chats, 2 too long and dropped; 1 to train on" in dropped.description
     cut = prepare(path, seq_len=100, too_long="truncate")
     assert samples_of(cut.train) == sorted([rendered("short", "x"), rendered("q", "y" * 100)[:100]])
     assert sorted(labels_of(cut.train)) == sorted([*b"x", *END, *b"y" * (100 - HEADERS - 1)])
-    assert "3 chats, 1 too long and dropped, 1 cut; 2 in an epoch" in cut.description
+    assert "3 chats, 1 too long and dropped, 1 cut; 2 to train on" in cut.description
     with pytest.raises(
         ConfigError,
         match=rf"--data {path}, line 2: this chat has 162 tokens, more than --seq-len 100, the first of 2 that",
@@ -81,10 +82,11 @@ def test_a_chat_that_is_too_long_is_dropped_cut_or_an_error_and_counted(tmp_path
     exact = len(rendered("short", "x"))
     assert len(prepare(path, seq_len=exact).train) == 1
     with pytest.raises(
-        ConfigError, match=r"none of the 3 chats is left: with --seq-len 40 each is too long \(the shortest has 67"
+        ConfigError,
+        match=r"none of the 3 chats of .*a\.jsonl is left: with --seq-len 40 each is too long \(the shortest has 67",
     ):
         prepare(path, seq_len=40)
-    with pytest.raises(ConfigError, match="none of the 3 chats is left"):
+    with pytest.raises(ConfigError, match="none of the 3 chats of"):
         prepare(path, seq_len=40, too_long="truncate")
 
 
@@ -98,7 +100,7 @@ def test_a_bad_chat_is_an_error_with_its_line_or_left_out_and_counted(tmp_path: 
     assert len(caught.value.problems) == 1
     data = prepare(str(path), skip_bad=True)
     assert samples_of(data.train) == [rendered("q", "a"), rendered("q", "b")]
-    assert "2 chats, 2 unusable and left out; 2 in an epoch" in data.description
+    assert "2 chats, 2 unusable and left out; 2 to train on" in data.description
     path.write_text("x\n")
     with pytest.raises(
         ConfigError, match=r"holds no chat that can be used: 1 are left out, the first because: .*line 1: this is not"
@@ -124,33 +126,29 @@ def test_what_is_held_out_is_never_trained_on_not_even_its_double(tmp_path: Path
         prepare(write(tmp_path / "c.jsonl", PAIRS[:1] * 3), eval_fraction=0.25)
 
 
-def test_files_are_mixed_by_their_shares_of_the_chats(tmp_path: Path) -> None:
+def test_files_with_weights_have_their_shares_of_the_rows_over_any_length(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", [("b", "1"), ("b", "2"), ("b", "3")])
-    assert len(samples_of(prepare(a, b).train)) == 43
-    found = samples_of(prepare("0.5", a, "0.5", b).train)
-    assert len(found) == 80 and set(found[:1]) == {rendered("b", "1")}
-    counts = [found.count(rendered("b", answer)) for answer in "123"]
-    assert sum(counts) == 40 and max(counts) - min(counts) <= 1, "a small file is repeated evenly"
-    assert [found.count(rendered(*pair)) for pair in PAIRS] == [1] * 40
-    tenth = samples_of(prepare("1", b, "9", a).train)
-    assert len(tenth) == 44 and sum(text.startswith(rendered("b", "")[:20]) for text in tenth) == 4
-    with pytest.raises(ConfigError, match=r"gives .*a\.jsonl a share of 0\.0001, but it has 40 of 43 chats"):
-        prepare("0.0001", a, "0.9999", b)
+    plain = prepare(a, b, packing=False)
+    assert isinstance(plain.train, RowDataset) and len(plain.train) == 43
+    blend = prepare("0.75", a, "0.25", b, packing=False, seq_len=100)
+    loader = BatchLoader(blend.train, seed=0, global_batch_size=4, micro_batch_size=4)
+    rows = [bytes(row[:20].tolist()) for step in range(40) for row in loader.micro_batches(step)[0]["input_ids"]]
+    of_b = [row == rendered("b", "")[:20] for row in rows]
+    assert [sum(of_b[i : i + 4]) for i in range(0, 160, 4)] == [1] * 40
+    assert blend.train.fingerprint != plain.train.fingerprint
+    assert [file.name for file in blend.files] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(ConfigError, match="in a blend a weight stands before each path"):
+        prepare("0.5", a, b)
+    with pytest.raises(ConfigError, match=r"names .*a\.jsonl more than once"):
+        prepare(a, a)
 
 
-def test_the_words_of_data_are_files_with_shares_or_without() -> None:
-    assert [(source.path, source.share) for source in parse_sources(("a", "b"))] == [("a", None), ("b", None)]
-    shares = [source.share for source in parse_sources(("0.7", "a", "0.3", "b"))]
-    assert shares[0] is not None and (shares[0].numerator, shares[0].denominator) == (7, 10)
-    for words, said in (
-        (("0.5", "a", "b"), "give every file a share"),
-        (("a", "0.5"), "give every file a share"),
-        (("0.5", "0.5"), "give every file a share"),
-        (("0", "a", "1", "b"), "a share must be above 0"),
-        (("a", "./a"), "more than once"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            parse_sources(words)
+def test_all_files_have_weights_in_their_rows_if_one_needs_them(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", PAIRS)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": messages}))
+    data = prepare("1", a, "1", str(tmp_path / "b.jsonl"))
+    assert all("weights" in data.train[i] for i in range(len(data.train)))
 
 
 @pytest.mark.parametrize("loss_per", ["token", "sample"])
