@@ -19,6 +19,7 @@ from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.hugging_face_config import read_hugging_face_config
+from parallax.models.stages import build_stages
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 from tests.checkpoint.runs import single_process_mesh
 from tests.distributed.harness import run_layout
@@ -95,6 +96,35 @@ def test_every_family_gives_transformers_logits_in_every_layout(
         assert len(found) == layout.tp, f"only the last stage has logits: {len(found)}"
         for logits in found:
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def save_again(mesh: Mesh, folders: dict[str, Path], root: Path) -> None:
+    for name, folder in folders.items():
+        config = read_hugging_face_config(folder)
+        layers = [range(config.num_hidden_layers)]
+        kind = {"device": mesh.device, "dtype": torch.float32, "tp": mesh.tp}
+        (stage,) = build_stages(config, layers, [[0]], 0, seed=None, **kind).values()
+        parts = CheckpointParts(config, list(named_parameters_with_facts(stage, mesh.tp)))
+        load_weights(folder, parts, mesh)
+        save(root / name, 1, parts, mesh)
+
+
+def test_a_model_read_into_two_ranks_and_saved_has_the_same_tensors_bit_for_bit(
+    families: dict[str, tuple[Path, torch.Tensor]], tmp_path: Path
+) -> None:
+    run_layout(Layout(tp=2), save_again, {name: folder for name, (folder, _) in families.items()}, tmp_path)
+    for name, (folder, _) in families.items():
+        theirs, ours = (
+            {
+                key: tensor
+                for file in path.glob("*.safetensors")
+                for key, tensor in safetensors.torch.load_file(file).items()
+            }
+            for path in (folder, tmp_path / name / "step-00000001" / "model")
+        )
+        assert theirs.keys() == ours.keys()
+        for key in theirs:
+            assert torch.equal(ours[key], theirs[key]), f"{name} {key}"
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=3), Layout(pp=2)], ids=["1", "tp3", "pp2"])
