@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,36 +34,39 @@ def token_files(prefix: str, tokenizer: Tokenizer, flag: str = "--data ") -> Tok
         data = IndexedDataset(prefix)
     except ConfigError as error:
         raise ConfigError([f"{flag}{problem}" for problem in error.problems]) from error
-    files, low, high = _look_through(data)
+    files, num_tokens, low, high = _look_through(data, flag)
     if high >= tokenizer.vocab_size or low < 0:
         raise ConfigError(
             f"{flag}{data.bin_path} holds the id {high if low >= 0 else low}, but --tokenizer {tokenizer.description} has "
             f"the ids 0 to {tokenizer.vocab_size - 1}; give the tokenizer that the file was made with."
         )
     _check_record(prefix, data, tokenizer, flag)
-    num_tokens = _check_index(data, flag)
     if num_tokens == 0:
         raise ConfigError(f"{flag}{data.bin_path} holds no tokens.")
     fingerprint = digest("token files", fingerprint_of(files))
     return TokenStore(data.tokens, _document_starts(data, num_tokens, fingerprint), fingerprint, tuple(files))
 
 
-def _look_through(data: IndexedDataset) -> tuple[list[DataFile], int, int]:
-    """Return the records of both files, and the lowest and the highest id."""
+def _look_through(data: IndexedDataset, flag: str) -> tuple[list[DataFile], int, int, int]:
+    """Return the records of both files, how many tokens they hold, and the lowest and the highest id."""
     itemsize, dtype = data.dtype.itemsize, data.dtype
 
     def limits(content: bytes) -> tuple[int, int]:
         ids = np.frombuffer(content, dtype, len(content) // itemsize)
         return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
 
-    def compute() -> list:
+    def compute() -> list[Any]:
+        num_tokens = _check_index(data, flag)
         tokens, found = hash_file(data.bin_path, data.bin_path.name, limits)
         index, _ = hash_file(data.idx_path, data.idx_path.name)
-        return [tokens, index, min((low for low, _ in found), default=0), max((high for _, high in found), default=0)]
+        lows, highs = [low for low, _ in found], [high for _, high in found]
+        return [tokens, index, num_tokens, min(lows, default=0), max(highs, default=0)]
 
     paths = [data.bin_path, data.idx_path]
-    tokens, index, low, high = cached_by_stat(paths, "token-files", f"the checksum of {data.bin_path}", compute)
-    return [DataFile(*tokens), DataFile(*index)], low, high
+    tokens, index, num_tokens, low, high = cached_by_stat(
+        paths, "token-files", f"the checksum of {data.bin_path}", compute
+    )
+    return [DataFile(*tokens), DataFile(*index)], num_tokens, low, high
 
 
 def _check_record(prefix: str, data: IndexedDataset, tokenizer: Tokenizer, flag: str) -> None:
