@@ -167,10 +167,9 @@ def _refuse_misfits(given: _Fields, config: DecoderConfig) -> None:
 
 
 def _gpt2(given: _Fields) -> DecoderConfig:
-    hidden = given.whole("n_embd", most=MOST_WIDE)
     return DecoderConfig(
         vocab_size=given.whole("vocab_size"),
-        hidden_size=hidden,
+        hidden_size=(hidden := given.whole("n_embd", most=MOST_WIDE)),
         intermediate_size=given.whole("n_inner", 4 * hidden),
         num_hidden_layers=given.whole("n_layer", most=MOST_LAYERS),
         num_attention_heads=given.whole("n_head", most=MOST_WIDE),
@@ -184,8 +183,8 @@ def _gpt2(given: _Fields) -> DecoderConfig:
 
 def _llama_like(given: _Fields, kind: str) -> DecoderConfig:
     fields = given.fields
-    layers, positions = given.whole("num_hidden_layers", most=MOST_LAYERS), _POSITIONS[kind]
-    positions = given.whole("max_position_embeddings", positions)
+    layers = given.whole("num_hidden_layers", most=MOST_LAYERS)
+    positions = given.whole("max_position_embeddings", _POSITIONS[kind])
     _refuse_windows(given, kind, layers, positions)
     # Absent it is the family's default, null it is as many as heads.
     kv_heads = given.whole("num_key_value_heads", 0 if "num_key_value_heads" in fields else _KV_HEADS[kind])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallax.cli.generate import stream_text
 from parallax.cli.main import main
+from parallax.cli.text_stream import stream_text
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference; install the test extra")
 PROMPT = "def add(a, b):"
