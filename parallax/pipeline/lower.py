@@ -89,6 +89,11 @@ class Program:
         received = (step.message for row in self.steps for step in row if isinstance(step, Receive))
         return {message.consumer: message for message in received}
 
+    @cached_property
+    def outbox(self) -> dict[Action, Message]:
+        """The message that each action's result goes out in; results used on their own rank are not in it."""
+        return {message.producer: message for message in self.inbox.values()}
+
 
 def lower_schedule(schedule: Schedule) -> Program:
     """Return the program of `schedule`; raises ConfigError if it cannot come to its end."""

@@ -48,6 +48,10 @@ class ActivationSpec:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
+class LostRank(RuntimeError):
+    """A message could not be sent or received; says which, and on which rank."""
+
+
 class Transport(Protocol):
     """How the executor moves the messages of a program."""
 
@@ -177,9 +181,7 @@ class GroupTransport:
             yield
         except RuntimeError as error:
             here = self._group.rank
-            raise RuntimeError(
-                f"rank {self._group.ranks[here]} (pipeline rank {here}): while {doing}: {error}"
-            ) from error
+            raise LostRank(f"rank {self._group.ranks[here]} (pipeline rank {here}): while {doing}: {error}") from error
 
 
 def _receiving(message: Message) -> str:
