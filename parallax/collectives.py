@@ -171,6 +171,33 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
 
 
+class _SumRows:
+    """Rows that arrive, to be added in fp32 in the order of the ranks."""
+
+    def __init__(self, work: Any, rows: torch.Tensor, part: torch.Tensor) -> None:
+        self.work, self.rows, self.part = work, rows, part
+
+    def wait(self) -> None:
+        self.work.wait()
+        total = self.rows[0].float()
+        for row in self.rows[1:]:
+            total.add_(row)
+        self.part.copy_(total)
+
+
+def all_to_all_sum_start(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Pending:
+    """Begin to sum flat `whole`, of a 16-bit type, over the group into this rank's `part`, valid after `.wait()`.
+
+    As a reduce_scatter, but added in fp32 and rounded once, to the type of `part`.
+    """
+    if (shared := _shared_memory(group, whole)) is not None:
+        shared.reduce_scatter(whole, part)
+        return DONE
+    rows = torch.empty_like(whole).view(group.size, -1)
+    work = dist.all_to_all_single(rows.view(-1), whole, group=_process_group(group), async_op=True)
+    return _SumRows(work, rows, part)
+
+
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:
     """Overwrite `tensor` with that of the group's rank `source` and return it."""
     if group is None:

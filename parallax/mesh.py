@@ -176,6 +176,18 @@ class Mesh:
                 result[kind] = group
         return result
 
+    def groups_of(self, name: str, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group | None]:
+        """Return the group of each of some sets of global ranks, ascending, that this rank is in; None for one alone.
+
+        Called by every rank of the world at the same time; all members of a set must name it.
+        """
+        from parallax.collectives import gather_json
+
+        mine = sorted(set(sets))
+        rows = gather_json(mine, self._communicating_world(), self.device)
+        self._group(name, {tuple(ranks) for row in rows for ranks in row})
+        return {ranks: self.groups.get(ranks) for ranks in mine}
+
     def _communicating_world(self) -> Group | None:
         return self.world if self.connected else None
 

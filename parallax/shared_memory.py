@@ -101,15 +101,15 @@ class SharedMemory:
     def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Fill contiguous `part` with this rank's part of the sum of `whole`, whose outermost dim the ranks share evenly.
 
-        `part` may lie in `whole`, at this rank's place.
+        `part` may lie in `whole`, at this rank's place. Where it is wider than `whole`, sums of 16-bit floats stay in it unrounded.
         """
         parts, part = whole.detach().view(self.ranks, part.numel()), _flat(part)
         _check_has_arithmetic(part)
         self._header = _header("reduce_scatter", parts)
-        step = SLOT_BYTES // (part.element_size() * self.ranks)
+        step = SLOT_BYTES // (parts.element_size() * self.ranks)
         for start in range(0, max(1, len(part)), step):
             piece = part[start : start + step]
-            rows = self._next_rows(part.dtype, len(piece) * self.ranks)
+            rows = self._next_rows(parts.dtype, len(piece) * self.ranks)
             rows.each[self.rank].view(self.ranks, len(piece)).copy_(parts[:, start : start + step])
             self._meet()
             first = self.rank * len(piece)
@@ -180,7 +180,7 @@ def _check_has_arithmetic(tensor: torch.Tensor) -> None:
 
 def _reduce(rows: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     """Combine `rows` in their order into `out`."""
-    if op == "sum" and out.dtype in (torch.bfloat16, torch.float16):
+    if op == "sum" and rows[0].dtype in (torch.bfloat16, torch.float16):
         total = rows[0].float()
         for row in rows[1:]:
             total.add_(row)

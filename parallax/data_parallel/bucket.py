@@ -1,121 +1,62 @@
-"""Flat buckets of parameters and gradients, reduced while backward runs.
+"""The flat buckets of a rank: gradients are reduced while backward runs, updated parameters spread to all who hold them.
 
     zero_grad()                 open a step: main gradients are zero
-    expect_last_backward()      the backward that comes next is the last of a stage
+    expect_last_backward()      ZeRO 0, 1: the backward that comes next is the last of a stage
+    before_backward()           ZeRO 2, 3: the backward, or its W, that comes next completes a chunk of a stage
       ... backward ...          a bucket that is complete starts its reduction, once all earlier ones have
-    finish()                    start what is left (unused parameters, tied embeddings) and wait
+    after_backward()            ZeRO 2, 3: reduce what that chunk left (unused parameters)
+    finish()                    reduce what is left (unused parameters, what several pipeline ranks hold) and wait
       ... optimizer ...         updates the main parameters of the slices kept here
-    spread_parameters()         round them to the model's dtype and, under ZeRO 1, gather them from their owners
+    spread_parameters()         round them to the model's dtype and gather them from who updated them
 
-Parameters become views of a flat buffer in their dtype, gradients of a flat fp32 one (fp64 for an fp64 model). The main
-parameters are that buffer's own slice for an fp32 model, a separate fp32 slice otherwise. ZeRO 0 keeps a bucket's whole
-optimizer state on every holder, ZeRO 1 the owned slice only; the slice that a rank counts in the norm is the same.
-Reductions are started in one order on all members of a group (`plan_buckets` says why that holds).
+ZeRO 0 and 1 reduce once a step, in the last backward. ZeRO 2 and 3 reduce after each backward, exactly once for each chunk
+whatever it used, so that all ranks agree on the number of reductions. They are started in one order on all members of a
+group (`plan_buckets` says why that holds).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from parallax.collectives import (
-    DONE,
-    Pending,
-    all_gather_into_start,
-    all_reduce_start,
-    gather_json,
-    reduce_scatter_into_start,
-)
+from parallax.collectives import DONE, Pending, gather_json
+from parallax.data_parallel.flat import Bucket, BucketGroups, GradientTypes, make_bucket
 from parallax.data_parallel.plan import (
     DEFAULT_BUCKET_ELEMENTS,
-    BucketKey,
     BucketPlan,
+    Levels,
     ParameterSize,
     bucket_key,
     plan_buckets,
+    split_holders,
+    units_of,
 )
 from parallax.data_parallel.sink import GradientSink
-from parallax.mesh import Group, Mesh, rank_of
+from parallax.mesh import Group, Mesh
 from parallax.tensor_parallel.facts import ParameterFacts
 
 NamedParameter = tuple[str, nn.Parameter, ParameterFacts]
 
-
-@dataclass(eq=False)
-class Bucket:
-    """Everything about one bucket.
-
-    parameters: flat `[size]`, the model's dtype; the parameters are views of it. main_grad: flat `[size]`, fp32.
-    owned: the slice that this rank counts in the norm, and updates for all holders under ZeRO 1.
-    kept: the slice whose optimizer state is here: all under ZeRO 0, the owned one under ZeRO 1.
-    main_params: flat fp32 values of `kept`; the same memory as `parameters` for an fp32 model.
-    """
-
-    plan: BucketPlan
-    group: Group | None
-    parameters: torch.Tensor
-    main_grad: torch.Tensor
-    main_params: torch.Tensor
-    owned: slice
-    kept: slice
-    sinks: list[GradientSink] = field(default_factory=list)
-    missing: int = 0  # parameters whose last contribution is still to come
-    reduction: Pending = DONE
-
-    @property
-    def has_own_main_params(self) -> bool:
-        return self.main_params.dtype != self.parameters.dtype
-
-    def open(self) -> None:
-        """Zero the gradient and accept contributions."""
-        self.main_grad.zero_()
-        self.missing = len(self.sinks)
-        for sink in self.sinks:
-            sink.open()
-
-    def start_reduction(self) -> None:
-        """Begin to sum the gradient over the holders; what does not lie in `kept` is undefined afterwards."""
-        for sink in self.sinks:
-            sink.closed = True
-        if self.plan.key.scale != 1.0:
-            self.main_grad.mul_(self.plan.key.scale)
-        start = all_reduce_start if self.kept.stop - self.kept.start == self.plan.size else reduce_scatter_into_start
-        self.reduction = start(self.main_grad, self.group)
-
-
-def _key(parameter: nn.Parameter, facts: ParameterFacts, mesh: Mesh) -> BucketKey:
-    return bucket_key(facts, mesh.layout, mesh.rank, str(parameter.dtype))
-
-
-def _make_bucket(plan: BucketPlan, group: Group | None, members: list[nn.Parameter], zero: int) -> Bucket:
-    """Make the buffers of a bucket, and its parameters views of one of them."""
-    dtype, device = members[0].dtype, members[0].device
-    main_dtype = torch.promote_types(dtype, torch.float32)
-    flat = torch.zeros(plan.size, dtype=dtype, device=device)
-    for place, parameter in zip(plan.places, members, strict=True):
-        view = flat[place.offset : place.stop].view(parameter.shape)
-        view.copy_(parameter.detach())
-        parameter.data = view
-    owned = plan.owned(rank_of(group))
-    kept = slice(0, plan.size) if zero == 0 else owned
-    main_params = flat[kept].to(main_dtype)  # the same memory when there is nothing to convert
-    return Bucket(plan, group, flat, torch.zeros(plan.size, dtype=main_dtype, device=device), main_params, owned, kept)
+# Whole buckets whose reduction may be under way at once; each holds its memory until it is done.
+_MOST_IN_FLIGHT = 2
 
 
 class GradientBuckets:
     """The buckets of a rank's parameters, in the order of their reduction.
 
     parameters: (name, parameter, facts) in the order of the model's forward, the same on all holders; frozen ones are
-        left alone. Their values must be there: each becomes a view of a flat copy, and gets the attributes
-        `main_grad` (fp32, its shape) and `gradient_sink`.
-    zero: 0 or 1. bucket_elements: see `plan_buckets`.
+        left alone. Their values must be there: each becomes a view of a flat copy, and gets the attribute `gradient_sink`
+        and, where its gradient is whole all the time, `main_grad` (its shape).
+    zero: 0 to 2. zero_group: shard over so many neighbouring dp ranks and replicate beyond; None: over all.
+    bucket_elements: see `plan_buckets`.
     stages: where this rank has several pipeline stages, the parameters that each of them uses.
+    rule: what updates a parameter, by its facts; parameters of different rules do not share buckets.
 
     Made by every rank of the mesh at the same time, since the groups of holders are created here.
     """
@@ -126,57 +67,91 @@ class GradientBuckets:
         mesh: Mesh,
         *,
         zero: int = 1,
+        zero_group: int | None = None,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         stages: Mapping[int, Iterable[nn.Parameter]] | None = None,
+        types: GradientTypes | None = None,
+        rule: Callable[[ParameterFacts], str] = lambda facts: "adamw",
     ) -> None:
-        assert zero in (0, 1), zero
-        self.zero, self.device = zero, mesh.device
+        assert zero in (0, 1, 2), zero
+        self.zero, self.zero_group, self.mesh, self.device = zero, zero_group, mesh, mesh.device
+        self.trained = {name: (parameter, facts) for name, parameter, facts in parameters if parameter.requires_grad}
         self._stages = {stage: list(used) for stage, used in (stages or {}).items()}
         self._uses = Counter(parameter for used in self._stages.values() for parameter in used)
-        trained = {name: (parameter, facts) for name, parameter, facts in parameters if parameter.requires_grad}
-        groups = mesh.holders({facts.replicas for _, facts in trained.values()})
-        sizes = [
-            ParameterSize(name, parameter.numel(), _key(parameter, facts, mesh), facts.decays)
-            for name, (parameter, facts) in trained.items()
-        ]
+        units = units_of(zero, self._stages, {})
+        sizes = []
+        for name, (parameter, facts) in self.trained.items():
+            key = bucket_key(facts, mesh.layout, mesh.rank, str(parameter.dtype), units.get(parameter, ()), rule(facts))
+            sizes.append(ParameterSize(name, parameter.numel(), key, facts.decays))
         self.buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._sinks: dict[nn.Parameter, GradientSink] = {}
-        for plan in plan_buckets(sizes, bucket_elements):
-            members = [trained[place.name][0] for place in plan.places]
-            bucket = _make_bucket(plan, groups[trained[plan.places[0].name][1].replicas], members, zero)
+        self._make_buckets(plan_buckets(sizes, bucket_elements), types or GradientTypes())
+        # What is reduced once a step while backward runs; those across stages end at different times on their holders.
+        self._overlapped = [bucket for bucket in self.buckets if zero < 2 and not bucket.plan.key.across_stages]
+        self._num_started = 0
+        self._scattered = [bucket for bucket in self.buckets if bucket.is_scattered]
+        self._round: Sequence[Bucket] | None = None  # what the backward that is under way completes
+        self._num_scattered = 0  # of them
+        self._in_flight: deque[tuple[Bucket, torch.Tensor, Pending]] = deque()
+
+    def _make_buckets(self, plans: list[BucketPlan], types: GradientTypes) -> None:
+        mesh = self.mesh
+        levels = [split_holders(plan.key.holders, mesh.layout, mesh.rank, self.zero, self.zero_group) for plan in plans]
+        sets = [ranks for level in levels for ranks in (level.inner, level.across, level.copies)]
+        holders = [plan.key.holders for plan in plans]
+        groups = mesh.groups_of("holders", [*sets, *holders])
+        if mesh.connected:
+            self._check_agreement(plans, levels, groups)
+        for plan, level in zip(plans, levels, strict=True):
+            members = [self.trained[place.name][0] for place in plan.places]
+            its_groups = BucketGroups(groups[level.inner], groups[level.across], groups[level.copies])
+            bucket = make_bucket(plan, level, its_groups, mesh.rank, members, types, self.zero)
             self.buckets.append(bucket)
             self._add_sinks(bucket, members)
-        self._num_overlapped = sum(not bucket.plan.key.across_stages for bucket in self.buckets)
-        self._num_started = 0
-        if mesh.connected:
-            self._check_agreement()
+            bucket.open()
 
     def _add_sinks(self, bucket: Bucket, members: list[nn.Parameter]) -> None:
         for place, parameter in zip(bucket.plan.places, members, strict=True):
-            main_grad = bucket.main_grad[place.offset : place.stop].view(parameter.shape)
+
+            def main_grad(
+                bucket: Bucket = bucket,
+                part: slice = slice(place.offset, place.stop),
+                shape: torch.Size = parameter.shape,
+            ) -> torch.Tensor:
+                return bucket.grad_to_add_to()[part].view(shape)
+
             sink = GradientSink(
-                place.name, parameter, main_grad, partial(self._complete, bucket), self._uses.get(parameter, 1)
+                place.name,
+                parameter,
+                main_grad,
+                partial(self._complete, bucket),
+                self._uses.get(parameter, 1),
+                each_backward=bucket.is_scattered,
+                bucket_elements=bucket.plan.size,
             )
-            vars(parameter).update(main_grad=main_grad, gradient_sink=sink)
+            vars(parameter)["gradient_sink"] = sink
+            if not bucket.is_scattered:
+                vars(parameter)["main_grad"] = main_grad()
             bucket.sinks.append(sink)
             self._sinks[parameter] = sink
-        bucket.missing = len(bucket.sinks)
+            self._bucket_of[parameter] = bucket
 
-    def _check_agreement(self) -> None:
-        """Let the members of each group compare their plans: different ones would hang or mix up parameters."""
-        plans: dict[Group, list[BucketPlan]] = {}
-        for bucket in self.buckets:
-            if bucket.group is not None:
-                plans.setdefault(bucket.group, []).append(bucket.plan)
-        for group, mine in plans.items():
-            digests = gather_json(hashlib.sha256(repr(mine).encode()).hexdigest(), group, self.device)
-            assert len(set(digests)) == 1, f"the members of {group} hold different parameters"
+    def _check_agreement(
+        self, plans: list[BucketPlan], levels: list[Levels], groups: Mapping[tuple[int, ...], Group | None]
+    ) -> None:
+        """Let the holders compare their plans: different ones would hang or mix up parameters."""
+        of_holders: dict[tuple[int, ...], list] = {}
+        for plan, level in zip(plans, levels, strict=True):
+            # A tied embedding is used by another stage on each of its holders.
+            same = replace(plan, key=replace(plan.key, unit=()))
+            of_holders.setdefault(plan.key.holders, []).append((same, level.num_shards, len(level.copies)))
+        for holders, mine in of_holders.items():
+            digests = gather_json(hashlib.sha256(repr(mine).encode()).hexdigest(), groups[holders], self.device)
+            assert len(set(digests)) == 1, f"the members of {groups[holders]} hold different parameters"
 
     def zero_grad(self) -> None:
         """Open a step: set all main gradients to zero."""
-        assert all(bucket.reduction is DONE for bucket in self.buckets), (
-            "a reduction is in flight; finish() comes first"
-        )
         self._num_started = 0
         for bucket in self.buckets:
             bucket.open()
@@ -187,36 +162,84 @@ class GradientBuckets:
             if parameter.requires_grad:
                 self._sinks[parameter].last_backward = True
 
-    def _complete(self, bucket: Bucket) -> None:
-        bucket.missing -= 1
-        while self._num_started < self._num_overlapped and not self.buckets[self._num_started].missing:
-            self.buckets[self._num_started].start_reduction()
-            self._num_started += 1
+    def before_backward(self, stage: int | None = None) -> None:
+        """Say that what comes next completes the gradients of one micro-batch of `stage`, no more; None: of everything."""
+        assert self._round is None, "one backward at a time"
+        self._round, self._num_scattered = self._completed_by(stage), 0
+        self._scatter_complete()
 
+    def after_backward(self, stage: int | None = None) -> None:
+        """Say that the gradients of one micro-batch of `stage` are complete; None: of everything."""
+        buckets = self._completed_by(stage) if self._round is None else self._round[self._num_scattered :]
+        self._round = None
+        for bucket in buckets:
+            self._scatter(bucket)
+
+    def _completed_by(self, stage: int | None) -> Sequence[Bucket]:
+        if stage is None or not self._stages or not self._scattered:
+            return self._scattered
+        used = {self._bucket_of[parameter] for parameter in self._stages[stage] if parameter in self._bucket_of}
+        return [bucket for bucket in self._scattered if bucket in used]
+
+    def _complete(self, bucket: Bucket, sink: GradientSink) -> None:
+        if not sink.complete:
+            sink.complete = True
+            bucket.missing -= 1
+        if not bucket.is_scattered:
+            overlapped = self._overlapped
+            while self._num_started < len(overlapped) and not overlapped[self._num_started].missing:
+                overlapped[self._num_started].close()
+                overlapped[self._num_started].advance()
+                self._num_started += 1
+        elif self._round is not None:
+            self._scatter_complete()
+
+    def _scatter_complete(self) -> None:
+        assert self._round is not None
+        while self._num_scattered < len(self._round) and not self._round[self._num_scattered].missing:
+            self._scatter(self._round[self._num_scattered])
+            self._num_scattered += 1
+
+    def _scatter(self, bucket: Bucket) -> None:
+        whole, pending = bucket.start_scatter()
+        self._in_flight.append((bucket, whole, pending))
+        while self._in_flight and (len(self._in_flight) > _MOST_IN_FLIGHT or self._in_flight[0][2] is DONE):
+            self._settle()
+
+    def _settle(self) -> None:
+        bucket, whole, pending = self._in_flight.popleft()
+        pending.wait()
+        bucket.add_scattered(whole)
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Reduce what has not been, and return when all gradients may be read; called by every rank, once a step."""
-        for bucket in self.buckets[self._num_started :]:
-            bucket.start_reduction()
-        self._num_started = len(self.buckets)
-        for bucket in self.buckets:
-            bucket.reduction.wait()
-            bucket.reduction = DONE
+        for bucket in self._scattered:
+            if bucket.whole_grad is not None or not bucket.num_reductions:
+                self._scatter(bucket)
+        while self._in_flight:
+            self._settle()
+        started = set(self._overlapped[: self._num_started])
+        self._num_started = len(self._overlapped)
+        under_way = self.buckets
+        for bucket in under_way:
+            if bucket not in started:
+                bucket.close()
+                bucket.advance()
+        while under_way:
+            under_way = [bucket for bucket in under_way if bucket.advance()]
 
     @torch.no_grad()
     def spread_parameters(self) -> None:
         """Bring updated main parameters into the model's parameters on all holders; called by every rank."""
-        gathers = []
         for bucket in self.buckets:
-            if bucket.has_own_main_params:
-                bucket.parameters[bucket.kept].copy_(bucket.main_params)
-            if self.zero == 1:
-                gathers.append(all_gather_into_start(bucket.parameters, bucket.group))
-        for gather in gathers:
-            gather.wait()
+            bucket.round_main_params()
+        for start in (Bucket.start_spread_across, Bucket.start_spread):
+            for gather in [start(bucket) for bucket in self.buckets]:
+                gather.wait()
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
         """Set the main parameters to the model's, after these were loaded from elsewhere."""
         for bucket in self.buckets:
-            if bucket.has_own_main_params:
-                bucket.main_params.copy_(bucket.parameters[bucket.kept])
+            bucket.adopt_parameters()

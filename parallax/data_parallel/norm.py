@@ -23,14 +23,15 @@ def local_squared_norm(buckets: GradientBuckets) -> torch.Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=buckets.device)
     for bucket in buckets.buckets:
-        total += _squared_norm(bucket.main_grad[bucket.owned])
+        total += _squared_norm(bucket.grad(bucket.owned))
     return total
 
 
 def _squared_norm(flat: torch.Tensor) -> torch.Tensor:
     whole = flat.numel() - flat.numel() % _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    rest = torch.linalg.vector_norm(flat[whole:])
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
     return rows.double().square().sum() + rest.double().square()
 
 

@@ -15,7 +15,8 @@ import torch
 # The class torch.optim.AdamW would do as well, but making one imports torch's compiler: 1.2 seconds in every process.
 from torch.optim.adamw import adamw
 
-from parallax.data_parallel.bucket import Bucket, GradientBuckets
+from parallax.data_parallel.bucket import GradientBuckets
+from parallax.data_parallel.flat import Bucket
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _regions(bucket: Bucket) -> Iterator[_Region]:
                 stop,
                 decays,
                 main_param=main_param,
-                main_grad=bucket.main_grad[start:stop],
+                main_grad=bucket.grad(slice(start, stop)),
                 exp_avg=torch.zeros_like(main_param),
                 exp_avg_sq=torch.zeros_like(main_param),
                 step=torch.zeros((), dtype=torch.float32, device=main_param.device),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from parallax.flags import named
 
-ZERO_STAGES = (0, 1)
+ZERO_STAGES = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,11 @@ class OptimizerOptions:
     """AdamW, and how its states are shared among the processes."""
 
     zero: Annotated[int, named("zero", "use-distributed-optimizer", metavar="|".join(map(str, ZERO_STAGES)))] = 1
-    """ZeRO stage: 0 keeps all optimizer states on every process, 1 shards them over those that hold a copy."""
+    """ZeRO stage: 0 keeps everything on every process that holds a copy; 1 shards the optimizer states over these, 2 the
+    gradients too."""
+
+    zero_group: Annotated[int | None, named("zero-group", metavar="INT", default="all of dp")] = None
+    """Shard over so many neighbouring data-parallel ranks, as a node has, and replicate beyond: less to send between nodes."""
 
     weight_decay: float = 0.1
     """Share of a matrix, times the learning rate, that each step takes away; norms and biases do not decay."""
@@ -37,7 +41,9 @@ class OptimizerOptions:
         """Return what is wrong with these options, a sentence each."""
         problems = []
         if self.zero not in ZERO_STAGES:
-            problems.append(f"--zero {self.zero} is unknown; use {' or '.join(map(str, ZERO_STAGES))}")
+            problems.append(
+                f"--zero {self.zero} is unknown; use {', '.join(map(str, ZERO_STAGES[:-1]))} or {ZERO_STAGES[-1]}"
+            )
         for name, value in (("weight-decay", self.weight_decay), ("clip-grad", self.clip_grad)):
             if not 0 <= value < math.inf:
                 problems.append(f"--{name} {value} must be 0, which turns it off, or a number above it")

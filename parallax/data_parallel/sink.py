@@ -10,12 +10,15 @@ The hook stands behind the parameter's AccumulateGrad node, which autograd runs 
 parameter, after every use has contributed, also when all it got was None. Tensor hooks and
 `register_post_accumulate_grad_hook` do not run then. Reducing before the last contribution is a fault that Megatron-LM had.
 
-A gradient is complete after the last backward of every stage that uses the parameter, once no product is waiting.
+ZeRO 0 and 1 reduce once a step: a gradient is complete after the last backward of every stage that uses the parameter, once
+no product is waiting. ZeRO 2 and 3 reduce after each backward: a gradient's part of a chunk (a stage and a micro-batch) is
+complete when the chunk's backward has passed and none of its products is waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,28 +26,41 @@ from torch.autograd.graph import get_gradient_edge
 
 from parallax.tensor_parallel.weight_gradients import WeightSink
 
+# A gradient that autograd makes in a chunk's I, and that is at most this share of its bucket, waits for W: else the bucket would
+# be there from I to W for it.
+_SMALL_SHARE = 1 / 8
+
 
 class GradientSink(WeightSink):
-    """Where one parameter's gradient is summed in fp32: `main_grad`, a view of its bucket of the parameter's shape.
+    """Where one parameter's gradient is summed.
 
+    main_grad: returns the tensor to add to, of the parameter's shape; it may be made only now.
+    on_complete: is called when the gradient, or its part of a chunk, is complete.
     num_stages: of this rank that use the parameter; each has a last backward in a step.
+    each_backward: whether each backward completes the gradient anew. bucket_elements: of its bucket.
     """
 
     def __init__(
         self,
         name: str,
         parameter: nn.Parameter,
-        main_grad: torch.Tensor,
-        on_complete: Callable[[], None],
+        main_grad: Callable[[], torch.Tensor],
+        on_complete: Callable[[GradientSink], None],
         num_stages: int = 1,
+        *,
+        each_backward: bool = False,
+        bucket_elements: int = 0,
     ) -> None:
         assert parameter.grad is None, f"{name} has a gradient from before it had a bucket"
         super().__init__(parameter)
-        self.name, self.main_grad = name, main_grad
+        self.name = name
         self.last_backward = False  # whether the backward that is about to run is the last through one of the stages
-        self.closed = False  # whether the reduction has begun
+        self.closed = False  # whether the reduction of the step has begun
+        self.complete = False  # the part of a chunk that has not been reduced yet
+        self._main_grad, self._on_complete = main_grad, on_complete
         self._num_stages = self._stages_to_come = num_stages
-        self._on_complete = on_complete
+        self._each_backward = each_backward
+        self._is_small = each_backward and parameter.numel() <= _SMALL_SHARE * bucket_elements
         # The node remembers what the parameter was, so `parameter.data` must not be set any more. The parameter refers to it only
         # weakly: without this reference the hook would be lost.
         self._node = get_gradient_edge(parameter).node
@@ -52,30 +68,50 @@ class GradientSink(WeightSink):
 
     def open(self) -> None:
         """Begin a step, in which contributions arrive again."""
-        self.closed = self.last_backward = False
-        self.num_waiting, self._stages_to_come = 0, self._num_stages
+        self.closed = self.last_backward = self.complete = False
+        self._stages_to_come = self._num_stages
+        self.waiting.clear()
 
     def accumulate(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
         """Add `grad_output^T @ input`, of `[tokens, out]` and `[tokens, in]`, to the main gradient `[out, in]`, now."""
-        self._check_open()
-        if grad_output.dtype == input.dtype == self.main_grad.dtype:
-            self.main_grad.addmm_(grad_output.t(), input)
+        main_grad = self.total()
+        if grad_output.dtype == input.dtype == main_grad.dtype:
+            main_grad.addmm_(grad_output.t(), input)
         else:
             # The product of one micro-batch is rounded to the layers' dtype, sums over micro-batches are not.
-            self.main_grad.add_(grad_output.t() @ input)
-        if not self._stages_to_come and not self.num_waiting:
-            self._on_complete()
+            main_grad.add_(grad_output.t() @ input)
+
+    def _add_late(self, chunk: Hashable, gradient: torch.Tensor) -> None:
+        self.total().add_(gradient)
+        self._made(chunk)
+
+    def _made(self, chunk: Hashable) -> None:
+        super()._made(chunk)
+        if self._each_backward:
+            if chunk not in self.waiting:
+                self._on_complete(self)
+        elif not self._stages_to_come and not self.waiting:
+            self._on_complete(self)
 
     def _after_backward(self, _inputs: Sequence[torch.Tensor], _outputs: Sequence[torch.Tensor]) -> None:
+        queue = self.queue if self.queue is not None and self.queue.is_deferring else None
         if self.parameter.grad is not None:
-            self._check_open()
-            self.main_grad.add_(self.parameter.grad)
-            self.parameter.grad = None
-        if self.last_backward:
+            gradient, self.parameter.grad = self.parameter.grad, None
+            if queue is not None and self._is_small:
+                self.waiting[queue.chunk] += 1
+                queue.put_off(partial(self._add_late, queue.chunk, gradient), is_product=False)
+            else:
+                self.total().add_(gradient)
+        if self._each_backward:
+            if queue is None or queue.chunk not in self.waiting:
+                self._on_complete(self)
+        elif self.last_backward:
             self.last_backward = False
             self._stages_to_come -= 1
-            if not self._stages_to_come and not self.num_waiting:
-                self._on_complete()
+            if not self._stages_to_come and not self.waiting:
+                self._on_complete(self)
 
-    def _check_open(self) -> None:
+    def total(self) -> torch.Tensor:
+        """Return the main gradient, to be added to."""
         assert not self.closed, f"a gradient of {self.name} arrived after its bucket's reduction had begun"
+        return self._main_grad()

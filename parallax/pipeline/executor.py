@@ -42,13 +42,26 @@ Stage = Callable[[torch.Tensor | None, int], torch.Tensor]
 _log = logging.getLogger(__name__)
 
 
+class BackwardListener(Protocol):
+    """Is told when gradients of a stage's weights are made."""
+
+    def expect_last_backward(self, stage: int, /) -> None:
+        """The run of autograd backward that comes next is the stage's last in this step."""
+
+    def before_backward(self, stage: int, /) -> None:
+        """The B, or after an I the W, that comes next completes the gradients of one of the stage's micro-batches."""
+
+    def after_backward(self, stage: int, /) -> None:
+        """They are complete."""
+
+
 @dataclass
 class _Run:
     """The state of one step on one rank."""
 
     program: Program
     last_backwards: dict[Action, int]
-    before_last_backward: Callable[[int], None] | None
+    listener: BackwardListener | None
     recorder: Recorder | None
     cut: bool  # whether chunks are cut into segments
     results: dict[Action, torch.Tensor | None] = field(default_factory=dict)  # until sent, or used by a stage here
@@ -119,17 +132,17 @@ class PipelineExecutor:
     def run(
         self,
         program: Program | None = None,
-        before_last_backward: Callable[[int], None] | None = None,
+        listener: BackwardListener | None = None,
         recorder: Recorder | None = None,
     ) -> list[torch.Tensor]:
         """Do one step; called by every rank of the pipeline with the same program.
 
-        before_last_backward: called with a stage right before the backward that completes its gradients.
+        listener: is told when gradients are made.
         recorder: is told what runs when.
         Returns the last stage's outputs, detached, in the order of the micro-batches; [] on other ranks.
         Raises RuntimeError, naming the action, if another rank is gone.
         """
-        walk = self.walk(program, before_last_backward, recorder)
+        walk = self.walk(program, listener, recorder)
         while True:
             try:
                 next(walk)
@@ -139,7 +152,7 @@ class PipelineExecutor:
     def walk(
         self,
         program: Program | None = None,
-        before_last_backward: Callable[[int], None] | None = None,
+        listener: BackwardListener | None = None,
         recorder: Recorder | None = None,
     ) -> Generator[Step, None, list[torch.Tensor]]:
         """Do the same step by step: yields each step just before it is done."""
@@ -147,7 +160,7 @@ class PipelineExecutor:
         run = _Run(
             program,
             program.schedule.last_backwards(self.rank),
-            before_last_backward,
+            listener,
             recorder,
             cut=any(isinstance(entry, Pair) for entry in program.schedule.order[self.rank]),
         )
@@ -184,7 +197,7 @@ class PipelineExecutor:
             forward = self._forward(run, entry.forward, inputs[0])
             in_turn(forward, self._backward(run, entry.backward, inputs[1]))
         elif entry.kind == "W":
-            self._weights(entry)
+            self._weights(run, entry)
         elif entry.kind == "F":
             alone(self._forward(run, entry, inputs[0]))
         else:
@@ -259,16 +272,27 @@ class PipelineExecutor:
 
     def _backward(self, run: _Run, action: Action, gradient: torch.Tensor | None) -> Steps[None]:
         trace = run.forwarded.pop(action.chunk)
-        if action in run.last_backwards and run.before_last_backward is not None:
-            run.before_last_backward(run.last_backwards[action])
-        result = yield from backward_steps(trace, gradient, self.weights, action.chunk, split=action.kind == "I")
+        split = action.kind == "I"
+        if run.listener is not None:
+            if action in run.last_backwards:
+                run.listener.expect_last_backward(action.stage)
+            if not split:
+                run.listener.before_backward(action.stage)
+        result = yield from backward_steps(trace, gradient, self.weights, action.chunk, split)
+        if run.listener is not None and not split:
+            run.listener.after_backward(action.stage)
         if action.stage > 0:
             run.results[action] = result
         self._in_flight -= 1
 
-    def _weights(self, action: Action) -> None:
+    def _weights(self, run: _Run, action: Action) -> None:
         """Compute the weights' gradients that the chunk's I put off."""
-        if not self.weights.run(action.chunk) and action.stage not in self._said_empty:
+        if run.listener is not None:
+            run.listener.before_backward(action.stage)
+        num_products = self.weights.run(action.chunk)
+        if run.listener is not None:
+            run.listener.after_backward(action.stage)
+        if not num_products and action.stage not in self._said_empty:
             self._said_empty.add(action.stage)
             _log.warning(
                 "pipeline rank %d: W of stage %d has nothing to do, so its I takes as long as a whole backward: none of its "

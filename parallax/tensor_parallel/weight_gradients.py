@@ -12,7 +12,7 @@ Autograd runs each backward once, as always: hooks, recomputation and layers tha
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,8 +25,9 @@ class WeightQueue:
     """Products that were put off, by the chunk (stage and micro-batch) that they belong to; one for all stages of a rank."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
-        self._open: deque[Callable[[], None]] | None = None
+        self._waiting: dict[Hashable, deque[tuple[Callable[[], None], bool]]] = {}
+        self._open: deque[tuple[Callable[[], None], bool]] | None = None
+        self.chunk: Hashable = None  # that is put off at the moment
 
     @property
     def is_deferring(self) -> bool:
@@ -36,22 +37,22 @@ class WeightQueue:
     def deferring(self, chunk: Hashable) -> Iterator[None]:
         """Put off what is handed over in here until `run(chunk)`."""
         assert self._open is None, "one backward at a time"
-        self._open = self._waiting.setdefault(chunk, deque())
+        self._open, self.chunk = self._waiting.setdefault(chunk, deque()), chunk
         try:
             yield
         finally:
             self._open = None
 
-    def put_off(self, product: Callable[[], None]) -> None:
+    def put_off(self, work: Callable[[], None], is_product: bool = True) -> None:
         assert self._open is not None
-        self._open.append(product)
+        self._open.append((work, is_product))
 
     def run(self, chunk: Hashable) -> int:
-        """Compute the products of `chunk`, letting go of each one's factors at once; return how many there were."""
-        products = self._waiting.pop(chunk, deque())
-        count = len(products)
-        while products:
-            products.popleft()()
+        """Do what was put off of `chunk`, letting go of each product's factors at once; return how many products there were."""
+        waiting = self._waiting.pop(chunk, deque())
+        count = sum(is_product for _, is_product in waiting)
+        while waiting:
+            waiting.popleft()[0]()
         return count
 
     def clear(self) -> None:
@@ -67,23 +68,37 @@ class WeightSink:
     """
 
     queue: WeightQueue | None = None
-    num_waiting = 0  # products that were put off and not computed yet
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
+        self.waiting: Counter[Hashable] = Counter()  # contributions that were put off and not made yet, by chunk
 
     def add_product(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
         """Add `grad_output^T @ input`, of `[tokens, out]` and `[tokens, in]`, to the gradient `[out, in]`, or put it off."""
+        self._now_or_later(partial(self.accumulate, grad_output, input))
+
+    def add(self, product: Callable[[torch.Tensor], None]) -> None:
+        """Have `product` add itself to the gradient, or put it off; for products that are not of two plain matrices."""
+        self._now_or_later(partial(self._add_to_total, product))
+
+    def _now_or_later(self, contribution: Callable[[], None]) -> None:
         if self.queue is None or not self.queue.is_deferring:
-            self.accumulate(grad_output, input)
+            contribution()
             return
-        self.num_waiting += 1
-        self.queue.put_off(partial(self._accumulate_late, grad_output, input))
+        chunk = self.queue.chunk
+        self.waiting[chunk] += 1
+        self.queue.put_off(partial(self._contribute_late, chunk, contribution))
 
     @torch.no_grad()
-    def _accumulate_late(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
-        self.num_waiting -= 1
-        self.accumulate(grad_output, input)
+    def _contribute_late(self, chunk: Hashable, contribution: Callable[[], None]) -> None:
+        contribution()
+        self._made(chunk)
+
+    def _made(self, chunk: Hashable) -> None:
+        """Note that one of the contributions of `chunk` that were put off has been made."""
+        self.waiting[chunk] -= 1
+        if not self.waiting[chunk]:
+            del self.waiting[chunk]
 
     def accumulate(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
         """Add the product to the gradient now."""
@@ -91,6 +106,15 @@ class WeightSink:
             self.parameter.grad = grad_output.t() @ input
         else:
             self.parameter.grad.addmm_(grad_output.t(), input)
+
+    def total(self) -> torch.Tensor:
+        """Return the tensor that contributions are added to, fp32 where it is not `parameter.grad`."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        return self.parameter.grad
+
+    def _add_to_total(self, product: Callable[[torch.Tensor], None]) -> None:
+        product(self.total())
 
 
 def attach_queue(module: nn.Module, queue: WeightQueue) -> None:

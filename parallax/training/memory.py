@@ -127,12 +127,31 @@ def layer_working_bytes(shapes: Shapes) -> int:
     return _whole_layer_bytes(shapes) if shapes.recompute == "full" else 0
 
 
-def model_state_bytes(num_elements: int, holders: int, precision: str, zero: int) -> tuple[int, int, int]:
-    """Return the bytes of (weights, gradients, optimizer states) of parameters that `holders` ranks hold a copy of.
+@dataclass(frozen=True)
+class StateTypes:
+    """Types of what is kept of a model, as the options say them.
 
-    Weights in the run's precision and fp32 gradients lie on every holder. AdamW's two fp32 moments, and in bf16 the fp32 main
-    parameters, do too with ZeRO 0, and are divided among the holders with ZeRO 1.
+    num_moments: states of the optimizer beside the main parameters: two of AdamW, one of momentum.
     """
-    states = 2 if precision == "fp32" else 3
-    kept = num_elements if zero == 0 else num_elements // holders
-    return num_elements * ELEMENT_BYTES[precision], num_elements * FP32_BYTES, kept * FP32_BYTES * states
+
+    precision: str = "fp32"
+    main_grad: str = "fp32"
+    moments: str = "fp32"
+    num_moments: int = 2
+
+
+def model_state_bytes(
+    num_elements: int, zero: int, inner: int = 1, across: int = 1, types: StateTypes | None = None
+) -> tuple[int, int, int]:
+    """Return the bytes of (weights, gradients, optimizer states) of a bucket on one of its holders.
+
+    inner, across: sizes of the levels over which it is divided (`parallax.data_parallel.plan.Levels`). All that a rank keeps of
+    the optimizer's states, and with ZeRO 3 of the weights and with 2 of the gradients, is divided: over `inner` what is
+    gathered or reduced while the pipeline runs, over both the optimizer's, which are the moments and, for weights that are not
+    fp32, the fp32 main parameters.
+    """
+    types = types or StateTypes()
+    states = ELEMENT_BYTES[types.moments] * types.num_moments + (0 if types.precision == "fp32" else FP32_BYTES)
+    weights = num_elements // (inner if zero == 3 else 1) * ELEMENT_BYTES[types.precision]
+    gradients = num_elements // (inner if zero >= 2 else 1) * ELEMENT_BYTES[types.main_grad]
+    return weights, gradients, num_elements // (inner * across) * states

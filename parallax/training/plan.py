@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from parallax.data_parallel.options import OptimizerOptions
-from parallax.data_parallel.plan import BucketKey, BucketPlan, ParameterSize, bucket_key, plan_buckets
+from parallax.data_parallel.plan import (
+    BucketKey,
+    BucketPlan,
+    Levels,
+    ParameterSize,
+    bucket_key,
+    plan_buckets,
+    split_holders,
+    units_of,
+)
 from parallax.mesh import Group, Layout, Replicas
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
 from parallax.models.stages import shape_stages
@@ -31,6 +40,7 @@ from parallax.training.memory import (
     FP32_BYTES,
     Memory,
     Shapes,
+    StateTypes,
     layer_activation_bytes,
     layer_working_bytes,
     logits_bytes,
@@ -116,13 +126,7 @@ class PlannedRun(Protocol):
 
 def make_plan(run: PlannedRun) -> Plan:
     """Return the plan of a run, whose options have been checked; takes seconds for any number of ranks."""
-    config, layout, parallel, training, zero = (
-        run.model_config,
-        run.layout,
-        run.parallel,
-        run.training,
-        run.optimizer.zero,
-    )
+    config, layout, parallel, training = run.model_config, run.layout, run.parallel, run.training
     schedule, layers, num_micro_batches = run.schedule, run.stage_ranges, run.num_micro_batches
     simulation = simulate(schedule)
     shapes = Shapes(
@@ -133,7 +137,7 @@ def make_plan(run: PlannedRun) -> Plan:
     ranks = []
     for pp_rank in range(layout.pp):
         held = schedule.stages_of(pp_rank)
-        buckets = rank_buckets(config, layout, layers, schedule.holders, pp_rank, parallel.sp)
+        buckets = rank_buckets(config, layout, layers, schedule.holders, pp_rank, parallel.sp, run.optimizer)
         chunks = Counter(action.stage for action in schedule.actions_of(pp_rank) if action.kind == "F")
         first = layout.global_rank(pp=pp_rank)
         ranks.append(
@@ -141,13 +145,13 @@ def make_plan(run: PlannedRun) -> Plan:
                 stages=held,
                 layers=tuple(layers[stage] for stage in held),
                 ranks=(first, first + layout.dp * layout.tp - 1),
-                num_parameters=sum(place.numel for bucket in buckets for place in bucket.places),
+                num_parameters=sum(place.numel for bucket, _ in buckets for place in bucket.places),
                 in_flight=simulation.peak_in_flight[pp_rank],
                 # A stage that is held twice gets a part of the micro-batches on each holder.
                 flops_share=sum(flops[stage] * count / num_micro_batches for stage, count in chunks.items())
                 / even_share,
-                memory=rank_memory(shapes, schedule, layers, pp_rank, buckets, zero),
-                traffic=rank_traffic(shapes, schedule, layers, pp_rank, buckets, zero),
+                memory=rank_memory(shapes, schedule, layers, pp_rank, buckets, run.optimizer),
+                traffic=rank_traffic(shapes, schedule, layers, pp_rank, buckets, run.optimizer),
             )
         )
     return Plan(
@@ -170,20 +174,31 @@ def rank_buckets(
     holders: Sequence[Sequence[int]],
     pp_rank: int,
     sequence_parallel: bool,
-) -> list[BucketPlan]:
-    """Return the flat buckets of the first rank at a position in the pipeline; those of its others have the same sizes."""
+    optimizer: OptimizerOptions,
+) -> list[tuple[BucketPlan, Levels]]:
+    """Return the flat buckets of the first rank at a position in the pipeline, and how their holders divide them.
+
+    Those of its others have the same sizes.
+    """
     rank = layout.global_rank(pp=pp_rank)
     tp = Group("tp", layout.ranks_along(["tp"], rank), 0) if layout.tp > 1 else None
     stages = shape_stages(config, layers, holders, pp_rank, tp=tp, sequence_parallel=sequence_parallel)
-    keys: dict[tuple[Replicas, bool], BucketKey] = {}  # lists of holders are long: one for each kind of parameter
+    units = units_of(optimizer.zero, {index: list(stage.parameters()) for index, stage in stages.items()}, {})
+    # Lists of holders are long: one for each kind of parameter.
+    keys: dict[tuple[Replicas, bool, tuple[str, ...]], BucketKey] = {}
     sizes: dict[str, ParameterSize] = {}
     for stage in stages.values():
         for name, parameter, facts in named_parameters_with_facts(stage):
-            kind = facts.replicas, facts.partial
+            kind = facts.replicas, facts.partial, units.get(parameter, ())
             if kind not in keys:
-                keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype))
+                keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype), kind[2])
             sizes.setdefault(name, ParameterSize(name, parameter.numel(), keys[kind], facts.decays))
-    return plan_buckets(list(sizes.values()))
+    plans = plan_buckets(list(sizes.values()))
+    levels = {
+        key.holders: split_holders(key.holders, layout, rank, optimizer.zero, optimizer.zero_group)
+        for key in keys.values()
+    }
+    return [(plan, levels[plan.key.holders]) for plan in plans]
 
 
 def rank_memory(
@@ -191,12 +206,16 @@ def rank_memory(
     schedule: Schedule,
     layers: Sequence[range],
     pp_rank: int,
-    buckets: list[BucketPlan],
-    zero: int,
+    buckets: list[tuple[BucketPlan, Levels]],
+    optimizer: OptimizerOptions,
 ) -> Memory:
     """Return what a rank at a position in the pipeline holds at the fullest moment of a step."""
-    states = [model_state_bytes(bucket.size, len(bucket.key.holders), shapes.precision, zero) for bucket in buckets]
-    weights, gradients, optimizer = (sum(column) for column in zip(*states, strict=True))
+    types = StateTypes(shapes.precision)
+    states = [
+        model_state_bytes(bucket.size, optimizer.zero, len(levels.inner), len(levels.across), types)
+        for bucket, levels in buckets
+    ]
+    weights, gradients, moments = (sum(column) for column in zip(*states, strict=True))
     last, padded = schedule.num_stages - 1, padded_vocab_size(shapes.config.vocab_size, shapes.tp)
     kept = {
         stage: len(layers[stage]) * layer_activation_bytes(shapes)
@@ -212,7 +231,7 @@ def rank_memory(
         held += sum(kept[action.stage] for action in entry.parts if action.kind == "F")
         peak = max(peak, held)
         held -= sum(kept[action.stage] for action in entry.parts if action.kind in ("B", "I"))
-    return Memory(weights, gradients, optimizer, peak, working)
+    return Memory(weights, gradients, moments, peak, working)
 
 
 def rank_traffic(
@@ -220,8 +239,8 @@ def rank_traffic(
     schedule: Schedule,
     layers: Sequence[range],
     pp_rank: int,
-    buckets: list[BucketPlan],
-    zero: int,
+    buckets: list[tuple[BucketPlan, Levels]],
+    optimizer: OptimizerOptions,
 ) -> Traffic:
     """Return what a rank at a position in the pipeline sends in a step; a few bytes per token, as the loss's, are left out."""
     whole = shapes.num_tokens * shapes.config.hidden_size * shapes.element
@@ -233,14 +252,31 @@ def rank_traffic(
         for action in schedule.actions_of(rank):
             source = schedule.input_of(action)
             messages += source is not None and rank != pp_rank and schedule.rank_of(source) == pp_rank
-    dp = 0.0
-    for bucket in buckets:
-        holders = len(bucket.key.holders)
-        second = FP32_BYTES if zero == 0 else shapes.element  # all_gather: of the gradients, or of the new weights
-        dp += bucket.size * (FP32_BYTES + second) * (holders - 1) / holders
-    return Traffic(
-        tp=round(tp_parts * whole * (shapes.tp - 1) / shapes.tp), pp=messages * shapes.hidden_bytes, dp=round(dp)
-    )
+    dp = sum(_bucket_traffic(bucket, levels, shapes, schedule, pp_rank, optimizer) for bucket, levels in buckets)
+    return Traffic(tp=round(tp_parts * whole * (shapes.tp - 1) / shapes.tp), pp=messages * shapes.hidden_bytes, dp=dp)
+
+
+def _bucket_traffic(
+    bucket: BucketPlan,
+    levels: Levels,
+    shapes: Shapes,
+    schedule: Schedule,
+    pp_rank: int,
+    optimizer: OptimizerOptions,
+) -> int:
+    """Return what a rank sends in a step for a bucket's gradients and for its parameters once they are updated.
+
+    Parts of a bucket are whole numbers of elements at each level, so nothing is rounded.
+    """
+    inner, across, copies = len(levels.inner), len(levels.across), len(levels.copies)
+    over_inner, over_across = bucket.size // inner * (inner - 1), bucket.size // inner // across * (across - 1)
+    over_copies = 2 * (bucket.size // levels.num_shards // copies) * (copies - 1)
+    times = 1
+    if optimizer.zero >= 2:
+        completed = [f"stage {action.stage}" for action in schedule.actions_of(pp_rank) if action.kind in ("B", "W")]
+        times = sum(stage in bucket.key.unit for stage in completed)
+    gradients = times * over_inner + over_across + over_copies
+    return gradients * FP32_BYTES + (over_inner + over_across) * shapes.element
 
 
 def _gathers(shapes: Shapes, num_layers: int, stage: int, num_stages: int) -> int:

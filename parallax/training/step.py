@@ -12,7 +12,7 @@ A single process runs the same schedule with one stage: gradient accumulation is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from parallax.mesh import Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.packed_rows import PackedRows
 from parallax.pipeline.actions import Schedule
-from parallax.pipeline.executor import PipelineExecutor
+from parallax.pipeline.executor import BackwardListener, PipelineExecutor
 from parallax.pipeline.lower import Program
 from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.transport import ActivationSpec
@@ -131,7 +131,7 @@ class StageRunner:
         program: Program,
         batches: Sequence[Batch],
         weight: torch.Tensor,
-        before_last_backward: Callable[[int], None] | None = None,
+        listener: BackwardListener | None = None,
         recorder: Recorder | None = None,
     ) -> torch.Tensor:
         """Run a program; return this rank's contribution to the loss, float64, counted once over the world.
@@ -140,7 +140,7 @@ class StageRunner:
         """
         self.batches, self.weight = batches, weight
         self.rows = [PackedRows.from_batch(batch) for batch in batches]
-        losses = self.executor.run(program, before_last_backward, recorder)
+        losses = self.executor.run(program, listener, recorder)
         self.batches = self.rows = ()
         # Every tp rank of the last stage computes the same loss.
         if not losses or self.mesh.tp_rank != 0:
@@ -167,7 +167,7 @@ class TrainStep:
             self.runner.training,
             batches,
             weight,
-            before_last_backward=self.buckets.expect_last_backward,
+            listener=self.buckets,
             recorder=recorder,
         )
         self.buckets.finish()

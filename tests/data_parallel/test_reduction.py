@@ -12,6 +12,7 @@ from torch import nn
 
 from parallax.collectives import same_on_all
 from parallax.data_parallel.bucket import GradientBuckets
+from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Layout, Mesh, Replicas
 from parallax.tensor_parallel.facts import ParameterFacts
 from tests.data_parallel import toys
@@ -23,7 +24,7 @@ ACCUMULATED = 4  # micro-batches
 def _accumulate(mesh: Mesh) -> dict[int, list[toys.Slices]]:
     """Two steps under each ZeRO stage; return the owned gradients of each."""
     results: dict[int, list[toys.Slices]] = {}
-    for zero in (0, 1):
+    for zero in ZERO_STAGES:
         module = toys.model()
         buckets = toys.buckets_of(module, mesh, zero)
         results[zero] = []
@@ -34,7 +35,10 @@ def _accumulate(mesh: Mesh) -> dict[int, list[toys.Slices]]:
             for batch in batches:
                 if batch is batches[-1]:
                     buckets.expect_last_backward()
+                buckets.before_backward()
                 toys.loss(module, [batch]).backward()
+                buckets.after_backward()
+                assert all(bucket.whole_grad is None for bucket in buckets.buckets)
             buckets.finish()
             if zero == 0:
                 assert all(same_on_all(bucket.main_grad, mesh.dp) for bucket in buckets.buckets)
@@ -64,17 +68,20 @@ def test_gradients_of_accumulated_steps_equal_the_one_process_sums(ranks: int) -
             toys.loss(module, toys.micro_batches(rank + 10 * step, ACCUMULATED)).backward()
         right = {name: p for name, p in module.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in right.items()}
-        first, second = (toys.join([result[zero][step] for result in results], shapes) for zero in (0, 1))
+        found = [toys.join([result[zero][step] for result in results], shapes) for zero in ZERO_STAGES]
         for name, parameter in right.items():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(first[name], expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
-            assert torch.equal(first[name], second[name])
+            for gradients in found:
+                torch.testing.assert_close(
+                    gradients[name], expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max())
+                )
+            assert torch.equal(found[0][name], found[1][name])
 
 
 def _edge_sizes(mesh: Mesh) -> list[toys.Slices]:
     values = {f"p{size}": torch.zeros(size) for size in toys.EDGE_SIZES}
     results = []
-    for zero in (0, 1):
+    for zero in ZERO_STAGES:
         parameters = toys.given(values)
         buckets = GradientBuckets(parameters, mesh, zero=zero, bucket_elements=toys.BUCKET)
         buckets.expect_last_backward()
@@ -87,7 +94,7 @@ def _edge_sizes(mesh: Mesh) -> list[toys.Slices]:
 def test_parameters_of_every_size_around_a_bucket_are_summed() -> None:
     results = _results(3)["_edge_sizes"]
     shapes = {f"p{size}": torch.Size([size]) for size in toys.EDGE_SIZES}
-    for zero in (0, 1):
+    for zero in ZERO_STAGES:
         for name, got in toys.join([result[zero] for result in results], shapes).items():
             assert torch.equal(got, 3 * torch.arange(got.numel()) + 3000.0), name
 

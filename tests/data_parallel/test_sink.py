@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallax.data_parallel.bucket import Bucket, GradientBuckets
+from parallax.data_parallel.bucket import GradientBuckets
+from parallax.data_parallel.flat import Bucket
 from parallax.tensor_parallel.linear import column_parallel
 from tests.data_parallel import toys
 
@@ -41,13 +42,13 @@ class Tied(nn.Module):
 def record_starts(buckets: GradientBuckets, log: list) -> None:
     """Note (names of the bucket, its gradient) in `log` when its reduction starts."""
     for bucket in buckets.buckets:
-        start = bucket.start_reduction
+        start = bucket.close
 
         def recorded(bucket: Bucket = bucket, start: object = start) -> None:
             log.append(([place.name for place in bucket.plan.places], bucket.main_grad.clone()))
             start()  # type: ignore[operator]
 
-        bucket.start_reduction = recorded  # type: ignore[method-assign]
+        bucket.close = recorded  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -75,8 +75,9 @@ def backward_of(parameters: Iterable[tuple[str, nn.Parameter, ParameterFacts]], 
 def poison(buckets: GradientBuckets) -> None:
     """Overwrite the part of the reduced gradients that is said to be undefined."""
     for bucket in buckets.buckets:
-        bucket.main_grad[: bucket.kept.start] = torch.nan
-        bucket.main_grad[bucket.kept.stop :] = torch.nan
+        first = bucket.grad_part.start
+        bucket.main_grad[: bucket.kept.start - first] = torch.nan
+        bucket.main_grad[bucket.kept.stop - first :] = torch.nan
 
 
 Slices = dict[str, list[tuple[int, torch.Tensor]]]
@@ -89,7 +90,9 @@ def owned_gradients(buckets: GradientBuckets) -> Slices:
         for place in bucket.plan.places:
             start, stop = max(place.offset, bucket.owned.start), min(place.stop, bucket.owned.stop)
             if start < stop:
-                slices.setdefault(place.name, []).append((start - place.offset, bucket.main_grad[start:stop].clone()))
+                slices.setdefault(place.name, []).append(
+                    (start - place.offset, bucket.grad(slice(start, stop)).clone())
+                )
     return slices
 
 

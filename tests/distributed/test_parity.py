@@ -24,6 +24,7 @@ LAYOUTS = {
     "pp2": Layout(pp=2),
     "pp4": Layout(pp=4),
     "tp2 pp2": Layout(tp=2, pp=2),
+    "pp2 dp2": Layout(pp=2, dp=2),
     "tp2 pp2 dp2": Layout(tp=2, pp=2, dp=2),
 }
 TIED = replace(SMALL, tie_word_embeddings=True)
@@ -65,6 +66,7 @@ ALWAYS = {
     "pp2": [Case(model=TIED, zero=0, schedule="gpipe"), Case(model=GPT, pipeline_layout="Et|t*3L")],
     "pp4": [Case(micro_batch=1), Case(model=QWEN3, schedule="gpipe")],
     "tp2 pp2": [Case(model=TIED, sp=True), Case(model=GPT, zero=0, micro_batch=1)],
+    "pp2 dp2": [Case(model=GPT, schedule="gpipe")],
     "tp2 pp2 dp2": [Case(model=TIED), Case(sp=True, zero=0, schedule="gpipe", recompute="full")],
 }
 
@@ -115,6 +117,24 @@ def test_every_schedule_equals_one_process(layout: str) -> None:
 def test_in_float64_every_schedule_equals_one_process_to_ten_digits(layout: str) -> None:
     cases = [_scheduled(name, precision="fp64", steps=2) for name in MANY_STAGES if name != "1f1b-eager"]
     _check(LAYOUTS[layout], cases, rel=1e-10)
+
+
+# ZeRO 2 sums gradients over dp, and over what else holds a copy on the same pipeline rank, after each backward.
+SHARDED = {
+    "dp2": [Case(zero=2, micro_batch=1), Case(zero=2, model=TIED, micro_batch=1, recompute="full")],
+    "tp2": [Case(zero=2, sp=True)],
+    "pp2 dp2": [
+        Case(zero=2, model=TIED, micro_batch=1),
+        *(_scheduled(name, zero=2, model=TIED) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipev", "interleaved")),
+    ],
+    "tp2 pp2": [_scheduled("dualpipe", zero=2, sp=True, model=GPT), _scheduled("zb-v", zero=2, sp=True, model=QWEN3)],
+    "tp2 pp2 dp2": [Case(zero=2, model=TIED, sp=True), _scheduled("dualpipe", zero=2, sp=True, model=TIED)],
+}
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_sharded_gradients_and_parameters_change_no_loss(layout: str) -> None:
+    _check(LAYOUTS[layout], SHARDED[layout])
 
 
 @pytest.mark.slow

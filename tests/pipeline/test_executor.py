@@ -15,10 +15,8 @@ from parallax.mesh import Group
 from parallax.pipeline import SCHEDULES, Action, PipelineExecutor, Schedule, forward_only, simulate
 from parallax.pipeline.schedules import ALL_SCHEDULES, make_schedule
 from parallax.tensor_parallel.weight_gradients import attach_queue
-from parallax.pipeline.check import check_schedule
 from tests.pipeline.in_process import Mailbox, executors_in_process, run_in_process
-from tests.pipeline.toy import gradients_of, make_batch, make_layers, make_stages, plain_losses_and_gradients
-
+from tests.pipeline.toy import Listener, gradients_of, make_batch, make_layers, make_stages, plain_losses_and_gradients
 
 CASES = [(1, 1), (1, 4), (2, 3), (2, 4), (4, 1), (4, 8), (4, 12), (5, 3), (6, 12)]
 
@@ -95,16 +93,31 @@ def test_before_the_last_backward_of_a_stage_the_caller_is_told_once() -> None:
     seen = []
     executor = PipelineExecutor(SCHEDULES["1f1b"](1, 3), None, make_stages(layers, make_batch(3)))
 
-    def told(stage: int) -> None:
-        seen.append((stage, layers[0][0].weight.grad.clone()))
+    class Told(Listener):
+        def expect_last_backward(self, stage: int) -> None:
+            seen.append((stage, layers[0][0].weight.grad.clone()))
 
-    executor.run(before_last_backward=told)
+    executor.run(listener=Told())
     assert [stage for stage, _ in seen] == [0]
     partial = make_layers(1)
     stages = make_stages(partial, make_batch(3))
     for number in range(2):
         stages[0](None, number).backward()
     torch.testing.assert_close(seen[0][1], partial[0][0].weight.grad)
+
+
+def test_the_caller_is_told_around_what_completes_a_chunks_gradients_which_is_w_where_there_is_one() -> None:
+    actions = [Action(kind, 0, number) for kind, number in (("F", 0), ("F", 1), ("I", 0), ("I", 1), ("W", 0), ("W", 1))]
+    schedule = Schedule("split", 1, 1, 2, (tuple(actions),), ((0,),))
+    listener = Listener()
+    executor = PipelineExecutor(schedule, None, make_stages(make_layers(1), make_batch(2)))
+    walk = executor.walk(listener=listener)
+    told = []
+    for _ in walk:
+        told.append([what for what, _ in listener.told])
+        listener.told.clear()
+    told.append([what for what, _ in listener.told])
+    assert told == [[], [], [], [], ["last"], ["before", "after"], ["before", "after"]]
 
 
 class _Watched(torch.autograd.Function):

@@ -18,6 +18,7 @@ from tests.distributed.harness import run_layout
 from tests.pipeline.toy import (
     HIDDEN,
     ROWS,
+    Listener,
     gradients_of,
     make_batch,
     make_layers,
@@ -35,10 +36,11 @@ def check_case(mesh: Mesh, name: str, micro_batches: int, **how: Any) -> None:
     stage = make_stages(layers, make_batch(micro_batches))[mesh.pp_rank]
     schedule = SCHEDULES[name](pp, micro_batches)
     executor = PipelineExecutor(schedule, mesh.pp, {mesh.pp_rank: stage}, **how)
-    told: list[int] = []
+    listener = Listener()
     losses, gradients = plain_losses_and_gradients(pp, micro_batches)
-    outputs = executor.run(before_last_backward=told.append)
-    assert told == [mesh.pp_rank]
+    outputs = executor.run(listener=listener)
+    assert [stage for what, stage in listener.told if what == "last"] == [mesh.pp_rank]
+    assert [what for what, _ in listener.told if what != "last"] == ["before", "after"] * micro_batches
     assert executor.peak_in_flight == simulate(schedule).peak_in_flight[mesh.pp_rank]
     right = gradients[2 * mesh.pp_rank : 2 * mesh.pp_rank + 2]
     for mine, expected in zip(gradients_of(layers), right, strict=True):

@@ -65,3 +65,19 @@ def plain_losses_and_gradients(num_stages: int, num_micro_batches: int) -> tuple
 def gradients_of(layers: list[nn.Module]) -> list[torch.Tensor]:
     """Return the gradients of all parameters, in order."""
     return [parameter.grad for layer in layers for parameter in layer.parameters() if parameter.grad is not None]
+
+
+class Listener:
+    """Notes what an executor says of gradients: ("last" | "before" | "after", stage)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def expect_last_backward(self, stage: int) -> None:
+        self.told.append(("last", stage))
+
+    def before_backward(self, stage: int) -> None:
+        self.told.append(("before", stage))
+
+    def after_backward(self, stage: int) -> None:
+        self.told.append(("after", stage))

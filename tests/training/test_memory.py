@@ -13,7 +13,7 @@ from parallax.mesh import Layout, Mesh
 from parallax.models.config import DecoderConfig
 from parallax.models.decoder import DecoderStage, StageSpec
 from parallax.tensor_parallel.vocabulary import padded_vocab_size, vocab_parallel_cross_entropy
-from parallax.training.memory import Shapes, layer_activation_bytes, logits_bytes, model_state_bytes
+from parallax.training.memory import Shapes, StateTypes, layer_activation_bytes, logits_bytes, model_state_bytes
 from tests.distributed.harness import run_layout
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "oracles" / "published.json").read_text())
@@ -144,13 +144,17 @@ def test_activations_of_the_first_stage_agree_with_the_published_figure(row: dic
 
 
 @pytest.mark.parametrize("row", PUBLISHED["zero"]["rows"], ids=lambda row: f"{row[0]} dp {row[1]}")
-def test_model_states_agree_with_the_table_of_zero_plus_the_fp32_gradients(row: list[Any]) -> None:
-    """Table 1 has 16 bytes a parameter with gradients of 2 bytes; ours have 4: 18, and sharded 6 + 12 / d."""
-    size = {"7.5B": 7_500_000_000, "128B": 128 * 10**9, "1T": 10**12}[row[0]]
-    extra = 2 * size / 1e9
-    assert sum(model_state_bytes(size, row[1], "bf16", 0)) / 1e9 == 16 * size / 1e9 + extra
-    assert sum(model_state_bytes(size, row[1], "bf16", 1)) / 1e9 == pytest.approx(row[2] + extra, rel=1e-9)
+def test_model_states_agree_with_the_table_of_zero(row: list[Any]) -> None:
+    """Table 1 has gradients of 2 bytes: 16 bytes a parameter; in fp32, where they take 4, there are 2 more."""
+    size, ranks = {"7.5B": 7_500_000_000, "128B": 128 * 10**9, "1T": 10**12}[row[0]], row[1]
+    half, full = (StateTypes("bf16", main_grad=main_grad) for main_grad in ("bf16", "fp32"))
+    assert sum(model_state_bytes(size, 0, types=half)) == 16 * size
+    assert sum(model_state_bytes(size, 0, types=full)) == 18 * size
+    for zero, published in enumerate(row[2:], start=1):
+        assert sum(model_state_bytes(size, zero, ranks, types=half)) / 1e9 == pytest.approx(published, rel=1e-6)
+        extra = 2 * size / (ranks if zero > 1 else 1) / 1e9
+        assert sum(model_state_bytes(size, zero, ranks, types=full)) / 1e9 == pytest.approx(published + extra, rel=1e-6)
 
 
 def test_fp32_training_needs_sixteen_bytes_a_parameter() -> None:
-    assert sum(model_state_bytes(1000, 1, "fp32", 0)) == 16_000
+    assert sum(model_state_bytes(1000, 0)) == 16_000

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from parallax.config import PretrainConfig, read_options, resolve, world_size_of
+from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Mesh
 from parallax.models.config import num_parameters
 from parallax.objectives.next_token import NextToken
@@ -72,7 +73,7 @@ def held_by_a_rank(mesh: Mesh, words: str) -> dict[str, int]:
 
 CASES = [
     f"{SMALL} --tp 2 --pp 2 --dp 1 --sp --zero {zero} --precision {precision}"
-    for zero in (0, 1)
+    for zero in ZERO_STAGES
     for precision in ("fp32", "bf16")
 ]
 
