@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from parallax.config import PROGRAM, PretrainConfig, changes_that_matter, parse_pretrain
 from parallax.data.loader import BatchLoader
 from parallax.data.prepare import PreparedData, prepare_data
-from parallax.errors import ConfigError, exit_with_problems
+from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
 from parallax.mesh import Mesh, connect
 from parallax.models.config import flops_per_token
 from parallax.training.lr import learning_rate
@@ -36,10 +36,12 @@ def main(words: Sequence[str] | None = None) -> None:
             train(config, data, mesh)
     except ConfigError as error:
         exit_with_problems(error.problems, PROGRAM)
+    except Stop as stop:
+        sys.exit(stop.status)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("stopped; the same command goes on from the newest checkpoint, if there is one", file=sys.stderr)
-        os._exit(130)  # at once: other ranks may be waiting in a collective
+        os._exit(EXIT_INTERRUPTED)  # at once: other ranks may be waiting in a collective
 
 
 def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
@@ -47,7 +49,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     from parallax.checkpoint.parts import CheckpointParts
     from parallax.objectives.next_token import NextToken
     from parallax.training.build import DTYPES, build_train_step
-    from parallax.training.checkpoints import Resume, agree, only_run_in, save_to
+    from parallax.training.checkpoints import Checkpoints, Resume, agree, only_run_in
     from parallax.training.fit import Evaluation, Run, fit
     from parallax.training.flops import total_peak_flops
     from parallax.training.metrics import Metrics
@@ -69,6 +71,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
         config.optimizer,
         objective,
         sequence_parallel=config.parallel.sp,
+        spike_factor=config.safety.spike_factor,
     )
     dtype = DTYPES[training.precision]
     parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype)
@@ -100,13 +103,14 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 config.run,
                 config.steps,
                 training.tokens_per_step,
+                config.safety,
                 train_step,
                 loader,
                 evaluations,
                 metrics,
                 state,
                 lambda step: learning_rate(step, config.learning_rate),
-                save_to(root, parts, identity, mesh),
+                Checkpoints(root, parts, identity, mesh, keep=config.safety.keep, keep_every=config.safety.keep_every),
                 flops_per_token(model, training.seq_len),
                 total_peak_flops(mesh, dtype),
                 config.out,

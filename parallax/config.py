@@ -35,6 +35,7 @@ from parallax.pipeline.actions import Schedule
 from parallax.pipeline.split import count_layers
 from parallax.training.lr import LearningRateOptions
 from parallax.training.options import ParallelOptions, RunOptions, TrainingOptions
+from parallax.training.safety import SafetyOptions
 from parallax.training.stages import stage_ranges
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
 # Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
 # name is told by their fingerprints, not by their paths.
 HARMLESS = frozenset(
-    "data tokenizer valid tp pp dp sp schedule chunks pipeline_layout zero micro_batch recompute steps tokens "
-    "out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size".split()
+    "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero micro_batch recompute steps tokens "
+    "out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size "
+    "keep keep_every exit_after on_bad_step spike_factor max_bad_steps".split()
 )
 
 
@@ -60,6 +62,9 @@ class PretrainOptions:
     torchrun --nproc-per-node 8 pretrain.py --tp 2 --pp 2 trains the same one in 8 processes, 2-way data parallel.
 
     Options have short names; Megatron-LM's are understood too.
+
+    Exit status: 0 every step is done and saved; 1 an unforeseen error; 2 a wrong option; 3 --exit-after; 4 bad numbers; 5 another
+    process ended or hung; 130 Ctrl-C; 138, 143 stopped by SIGUSR1, SIGTERM. After 3, 138 and 143 the run is saved.
     """
 
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -69,6 +74,7 @@ class PretrainOptions:
     learning_rate: LearningRateOptions = field(default_factory=LearningRateOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    safety: SafetyOptions = field(default_factory=SafetyOptions)
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,7 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
     return PretrainConfig(
         parallel=replace(options.parallel, dp=layout.dp),
         model=model_options,
+    problems += options.safety.check(options.run.save_every)
         data=options.data,
         training=training,
         learning_rate=options.learning_rate.resolved(training.steps, model.hidden_size),
@@ -259,6 +266,7 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
 
 
 def _run_name(model: str) -> str:
+        safety=options.safety,
     """Return the name of a preset, or of the folder or file that --model names."""
     if model in PRESETS:
         return model

@@ -1,5 +1,9 @@
 """The names of a checkpoint's files and folders."""
 
+from __future__ import annotations
+
+from pathlib import PurePath
+
 MODEL, OPTIMIZER = "model", "optimizer"  # folders; in them, the tensor files begin with the same word
 INDEX = "model/model.safetensors.index.json"
 CONFIG = "model/config.json"
@@ -11,3 +15,8 @@ PARTIAL = ".partial"  # ends the name of a folder whose save is under way or was
 def step_name(step: int) -> str:
     """Return the name of the checkpoint folder of a step."""
     return f"step-{step:08d}"
+
+
+def step_of(folder: PurePath) -> int:
+    """Return the step of a checkpoint folder, from its name."""
+    return int(folder.name.removeprefix("step-"))

@@ -35,6 +35,7 @@ from parallax.checkpoint.plan import (
     plan_files,
     rounds,
 )
+from parallax.checkpoint.retention import remove_leftovers
 from parallax.checkpoint.transfer import LocalTensors, transfer
 from parallax.collectives import barrier
 from parallax.errors import ConfigError
@@ -89,8 +90,7 @@ def _json(value: Any) -> bytes:
 
 def _begin(partial: Path, small_files: dict[str, bytes], parts: CheckpointParts) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in partial.parent.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(leftover)
+    remove_leftovers(partial.parent)
     for folder in (MODEL, OPTIMIZER):
         (partial / folder).mkdir(parents=True)
     if parts.tokenizer is not None:

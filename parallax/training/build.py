@@ -15,6 +15,7 @@ from parallax.models.stages import build_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
 from parallax.tensor_parallel.facts import named_parameters_with_facts
+from parallax.training.faults import Judge
 from parallax.training.options import TrainingOptions
 from parallax.training.step import Objective, StageRunner, TrainStep
 
@@ -31,10 +32,12 @@ def build_train_step(
     objective: Objective,
     *,
     sequence_parallel: bool = False,
+    spike_factor: float | None = None,
 ) -> TrainStep:
     """Return this rank's train step, with the initial weights of the seed; called by every rank of the world.
 
     layers: of each pipeline stage, as `stage_ranges` gives them. schedule: of the micro-batches of a step.
+    spike_factor: of the running mean of the losses, above which a step's loss makes it a bad one.
     """
     sequence_parallel = sequence_parallel and mesh.tp is not None
     stages = build_stages(
@@ -70,4 +73,5 @@ def build_train_step(
         ),
         mesh,
         optimizer.clip_grad,
+        Judge(mesh.device, spike_factor),
     )

@@ -14,7 +14,9 @@ from typing import Any
 from parallax.checkpoint.agreement import together
 from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.load import load, read_state
+from parallax.checkpoint.names import step_of
 from parallax.checkpoint.parts import CheckpointParts
+from parallax.checkpoint.retention import remove_checkpoint, replaced_checkpoints
 from parallax.checkpoint.save import save
 from parallax.collectives import gather_json
 from parallax.errors import ConfigError
@@ -91,7 +93,7 @@ class Resume:
         return None, TrainState()
 
     def _older(self, damaged: Path, error: ConfigError, mesh: Mesh) -> Path:
-        older = self.find(mesh, int(damaged.name.removeprefix("step-"))) if self.choice == "auto" else None
+        older = self.find(mesh, step_of(damaged)) if self.choice == "auto" else None
         if older is None:
             raise error
         if mesh.rank == 0:
@@ -127,11 +129,39 @@ def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
             os.close(lock)
 
 
-def save_to(root: Path, parts: CheckpointParts, identity: Identity, mesh: Mesh) -> Callable[[TrainState], Path]:
-    """Return the function that saves a run as it is, called by all ranks."""
+class Checkpoints:
+    """The checkpoints of a run that is under way, as `fit` uses them; all methods are called by all ranks."""
 
-    def save_now(state: TrainState) -> Path:
-        parts.state = {"counters": state.to_dict(), "identity": identity}
-        return save(root, state.step, parts, mesh)
+    def __init__(
+        self, root: Path, parts: CheckpointParts, identity: Identity, mesh: Mesh, *, keep: int = 0, keep_every: int = 0
+    ) -> None:
+        self._root, self._parts, self._identity, self._mesh = root, parts, identity, mesh
+        self._keep, self._keep_every = keep, keep_every
 
-    return save_now
+    def save(self, state: TrainState) -> None:
+        """Save the run as it is; raises ConfigError, the same on all ranks, if it cannot be written."""
+        self._parts.state = {"counters": state.to_dict(), "identity": self._identity}
+        save(self._root, state.step, self._parts, self._mesh)
+        if self._mesh.rank == 0:
+            self._remove_replaced(state.step)
+
+    def _remove_replaced(self, newest_step: int) -> None:
+        """Remove what `newest_step`, which is complete, makes needless; what cannot be removed stays, with a notice."""
+        try:
+            for path in replaced_checkpoints(self._root, self._keep, self._keep_every, newest_step):
+                remove_checkpoint(path)
+        except OSError as error:
+            print(f"parallax: an old checkpoint stays, since it cannot be removed: {error}", file=sys.stderr)
+
+    def finish(self) -> None:
+        """Return when what was begun is on the disk."""
+
+    def restore(self) -> tuple[Path, TrainState] | None:
+        """Bring back the newest good checkpoint of this run; None if there is none, then nothing is changed."""
+        start = find_latest(self._root, self._mesh)
+        while start is not None:
+            try:
+                return start, TrainState.from_dict(load(start, self._parts, self._mesh)["training"]["counters"])
+            except ConfigError:
+                start = find_latest(self._root, self._mesh, older_than=step_of(start))
+        return None

@@ -1,22 +1,33 @@
-"""The loop around the train step: learning rate, evaluation, metrics, checkpoints."""
+"""The loop around the train step: learning rate, evaluation, metrics, checkpoints, and the ends that are not the last step.
+
+A step's numbers say whether it was good and whether a rank was asked to stop. They are the same on all ranks, so all take the
+same branch. On a GPU they are read one step late unless something else needs them at once, so that the device is never idle.
+"""
 
 from __future__ import annotations
 
-import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn, Protocol
 
+import torch
+
+from parallax.collectives import all_reduce_, barrier
 from parallax.data.loader import BatchLoader
-from parallax.errors import ConfigError
+from parallax.errors import EXIT_BAD_NUMBERS, Stop
 from parallax.pipeline.recorder import Recorder
+from parallax.training.faults import BadStep, Report, Verdict, culprits
 from parallax.training.flops import mfu
 from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
 from parallax.training.options import RunOptions
 from parallax.training.pipeline_trace import write_pipeline_trace
+from parallax.training.safety import SafetyOptions
+from parallax.training.signals import StopReason, StopRequests, decode
 from parallax.training.state import TrainState
-from parallax.training.step import StepResult, TrainStep, evaluate
+from parallax.training.step import TrainStep, evaluate
 
 
 @dataclass(eq=False)
@@ -32,16 +43,29 @@ class Evaluation:
     only_at_end: bool = False
 
 
+class Saves(Protocol):
+    """Where checkpoints go; all methods are called by all ranks."""
+
+    def save(self, state: TrainState) -> None:
+        """Save the run as it is; may return as soon as the run may go on."""
+
+    def finish(self) -> None:
+        """Return when what was begun is on the disk."""
+
+    def restore(self) -> tuple[Path, TrainState] | None:
+        """Bring back the newest checkpoint of this run, None if there is none."""
+
+
 @dataclass(eq=False)
 class Run:
     """All that the loop works with.
 
     steps: of the whole run. tokens_per_step: targets of one step, over all ranks. learning_rate: of a step counted from 0.
-    save: writes a checkpoint of the state as it is. flops_per_token: the model's own operations. peak_flops: of all devices
-    together. out: the run's folder.
+    flops_per_token: the model's own operations. peak_flops: of all devices together. out: the run's folder.
     """
 
     options: RunOptions
+    safety: SafetyOptions
     steps: int
     tokens_per_step: int
     train_step: TrainStep
@@ -50,46 +74,202 @@ class Run:
     metrics: Metrics
     state: TrainState
     learning_rate: Callable[[int], float]
-    save: Callable[[TrainState], Path]
+    saves: Saves
     flops_per_token: float
     peak_flops: float
     out: Path
 
 
 def fit(run: Run) -> None:
-    """Train from `run.state` to the last step; a checkpoint is always left at the end."""
-    options, state, metrics = run.options, run.state, run.metrics
-    watch, saved = Stopwatch(), state.step
-    while state.step < run.steps:
+    """Train from `run.state` to the last step; a checkpoint is always left at the end.
+
+    Raises Stop, on all ranks and after one has said why: a signal or --exit-after (the run is saved), or bad numbers (it is not).
+    """
+    with StopRequests(run.safety.exit_after) as requests:
+        _Loop(run, requests).run_to_the_end()
+
+
+@dataclass(frozen=True)
+class _Issued:
+    """A step that the device may still be working on. step: counted from 1; data_step: its place in the data order."""
+
+    step: int
+    data_step: int
+    learning_rate: float
+    report: Report
+    local: torch.Tensor
+
+
+class _Loop:
+    def __init__(self, run: Run, requests: StopRequests) -> None:
+        self.run, self.requests = run, requests
+        self.mesh = run.train_step.mesh
+        self.lag = 1 if self.mesh.device.type == "cuda" else 0
+        self.issued: deque[_Issued] = deque()
+        self.watch = Stopwatch()
+        self.stop: StopReason | None = None
+        self.good: tuple[_Issued, list[float]] | None = None  # the last good step, and its numbers
+        self.bad_in_a_row = 0
+        self.rollbacks: Counter[int] = Counter()  # by the step gone back to
+        run.train_step.judge.mean_loss.fill_(run.state.mean_loss)
+
+    def run_to_the_end(self) -> None:
+        run, state, options = self.run, self.run.state, self.run.options
+        saved = state.step
+        while state.step < run.steps:
+            self._issue()
+            last = state.step == run.steps
+            evaluates = bool(run.evaluations) and (last or _due(state.step, options.eval_every))
+            logs = evaluates or _due(state.step, options.log_every) or (last and options.log_every > 0)
+            saves = last or _due(state.step, options.save_every)
+            if self._settle(at_once=logs or saves) or (self.stop is not None and self._settle(at_once=True)):
+                continue  # gone back
+            values = self._measure(*self.good) if logs and self.good and self.good[0].step == state.step else {}
+            started = time.perf_counter()
+            for evaluation in run.evaluations if evaluates else ():
+                if self.stop is None and (last or not evaluation.only_at_end):
+                    values |= self._evaluate(evaluation)
+            if values:
+                run.metrics.write({"step": state.step} | values)
+            if saves or self.stop is not None:
+                run.saves.save(self._counted())
+                saved = state.step
+            self.watch.pause(time.perf_counter() - started)
+            if self.stop is not None and (evaluates or not last):
+                run.saves.finish()
+                done = f"step {state.step} of {run.steps} is saved; the same command goes on from there"
+                self._end(f"{self.stop.reason}: {done}", self.stop.status)
+        run.saves.finish()
+        assert saved == state.step, (saved, state)
+
+    def _issue(self) -> None:
+        """Start the next step, which the device need not have done on return."""
+        run, state = self.run, self.run.state
         lr = run.learning_rate(state.step)
-        traced = state.step + 1 == options.trace_pipeline
-        recorder = Recorder(run.train_step.mesh.pp, run.train_step.mesh.device) if traced else None
-        result = run.train_step(run.loader.micro_batches(state.step), lr, recorder)
+        traced = state.step + 1 == run.options.trace_pipeline
+        recorder = Recorder(self.mesh.pp, self.mesh.device) if traced else None
+        data_step = state.data_step
+        result = run.train_step(run.loader.micro_batches(data_step), lr, recorder, self.requests.code)
         state.step += 1
-        state.tokens += run.tokens_per_step
-        watch.steps += 1
-        metrics.advance(state.step)
+        self.watch.steps += 1
+        run.metrics.advance(state.step)
+        self.issued.append(_Issued(state.step, data_step, lr, Report(result.numbers()), result.local))
         if recorder is not None:
             _write_trace(run, recorder)
-        last = state.step == run.steps
-        evaluates = bool(run.evaluations) and (last or _due(state.step, options.eval_every))
-        values: dict[str, float] = {}
-        if evaluates or _due(state.step, options.log_every) or (last and options.log_every):
-            values = _measure(run, result, lr, watch)
-        saves = last or _due(state.step, options.save_every)
-        if values or saves:
-            _check_finite(run, result, lr)
-        started = time.perf_counter()
-        for evaluation in run.evaluations if evaluates else ():
-            if last or not evaluation.only_at_end:
-                values[evaluation.metric] = _evaluate(run.train_step, evaluation)
-        if values:
-            metrics.write(values)
-        if saves:
-            run.save(state)
-            saved = state.step
-        watch.pause(time.perf_counter() - started)
-    assert saved == state.step, (saved, state)
+
+    def _settle(self, at_once: bool) -> bool:
+        """Act on the numbers of the steps that were started, of the newest only if it must be `at_once`.
+
+        Returns whether the run went back to a checkpoint.
+        """
+        while len(self.issued) > (0 if at_once else self.lag):
+            step = self.issued.popleft()
+            numbers = step.report.read()
+            self.stop = self.stop or decode(numbers[4])
+            verdict = Verdict(int(numbers[3]))
+            if verdict is Verdict.GOOD:
+                self.run.state.tokens += round(numbers[2])
+                self.bad_in_a_row = 0
+                self.good = step, numbers
+            else:
+                self.run.train_step.optimizer.take_back_count()
+                self.run.state.skipped += 1
+                if self._went_back(step, numbers, verdict):
+                    return True
+        return False
+
+    def _went_back(self, step: _Issued, numbers: list[float], verdict: Verdict) -> bool:
+        """Do what is to be done about a step that did not change the weights; return whether the run went back."""
+        safety, size = self.run.safety, self.run.loader.global_batch_size
+        bad = BadStep(
+            step=step.step,
+            verdict=verdict,
+            loss=numbers[0],
+            grad_norm=numbers[1],
+            learning_rate=step.learning_rate,
+            mean_loss=self.run.train_step.judge.mean_loss.item(),
+            first_sample=step.data_step * size,
+            last_sample=(step.data_step + 1) * size - 1,
+            ranks=culprits(step.local, self.mesh) if verdict is Verdict.NOT_FINITE else (),
+        )
+        if self.mesh.rank == 0:
+            bad.write(self.run.out / "skipped.jsonl")
+        if not verdict.is_bad:
+            self.run.metrics.say(f"skipped        {bad}")
+            return False
+        self.bad_in_a_row += 1
+        if safety.on_bad_step == "abort":
+            self._give_up(
+                f"{bad}; start again from an earlier checkpoint, with --on-bad-step skip, or with a lower --lr"
+            )
+        if self.bad_in_a_row >= safety.max_bad_steps:
+            self._give_up(f"{bad}, the {self.bad_in_a_row}th bad step in a row; --max-bad-steps allows no more")
+        if safety.on_bad_step == "rollback":
+            self._go_back(bad, step)
+            return True
+        self.run.metrics.say(f"skipped        {bad}")
+        return False
+
+    def _go_back(self, bad: BadStep, step: _Issued) -> None:
+        """Restore the newest checkpoint, and go on with the data after the bad step."""
+        run = self.run
+        self.issued.clear()
+        run.saves.finish()
+        restored = run.saves.restore()
+        if restored is None:
+            self._give_up(f"{bad}, and there is no checkpoint to roll back to yet")
+        path, state = restored
+        self.rollbacks[state.step] += 1
+        if self.rollbacks[state.step] > run.safety.max_bad_steps:
+            self._give_up(
+                f"{bad}, after {run.safety.max_bad_steps} rollbacks to {path}; --max-bad-steps allows no more"
+            )
+        state.data_shift = step.data_step + 1 - state.step
+        vars(run.state).update(vars(state))
+        run.train_step.judge.mean_loss.fill_(state.mean_loss)
+        run.metrics.rewind(state.step)
+        self.watch = Stopwatch()
+        run.metrics.say(f"rolled back    {bad}; going on from {path} with the data after it")
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self.run.saves.finish()
+        self._end(f"{reason}; training stops without saving", EXIT_BAD_NUMBERS)
+
+    def _end(self, message: str, status: int) -> NoReturn:
+        """Say it from one rank before any of them ends, since a launcher ends all others with the first."""
+        self.run.metrics.say(message)
+        barrier(self.mesh.world)
+        raise Stop(message, status)
+
+    def _counted(self) -> TrainState:
+        return replace(self.run.state, mean_loss=self.run.train_step.judge.mean_loss.item())
+
+    def _measure(self, step: _Issued, numbers: list[float]) -> dict[str, float]:
+        """The values of one logged step, whose numbers have been waited for."""
+        run = self.run
+        seconds, steps = self.watch.read()
+        speed = steps * run.tokens_per_step / seconds
+        return {
+            "loss": numbers[0],
+            "grad_norm": numbers[1],
+            "lr": step.learning_rate,
+            "tokens": run.state.tokens,
+            "tokens_per_second": speed,
+            "mfu": mfu(speed, run.flops_per_token, run.peak_flops),
+            "step_seconds": seconds / steps,
+            "memory_bytes": peak_memory_bytes(self.mesh.device),
+        }
+
+    def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
+        """Return the set's loss; nothing if a rank was asked to stop meanwhile, or if there is nothing to predict."""
+        batches = (evaluation.loader.micro_batches(step) for step in range(evaluation.steps))
+        loss = evaluate(self.run.train_step.runner, batches, self._asked_to_stop)
+        return {} if loss is None else {evaluation.metric: loss}
+
+    def _asked_to_stop(self) -> bool:
+        code = torch.tensor([self.requests.code()], dtype=torch.float64, device=self.mesh.device)
+        self.stop = decode(all_reduce_(code, self.mesh.world).item())
+        return self.stop is not None
 
 
 def _write_trace(run: Run, recorder: Recorder) -> None:
@@ -103,36 +283,3 @@ def _write_trace(run: Run, recorder: Recorder) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _check_finite(run: Run, result: StepResult, lr: float) -> None:
-    """Stop before numbers that are none are saved; all ranks see the same and stop together."""
-    loss, grad_norm = result.loss.item(), result.grad_norm.item()
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise ConfigError(
-            f"step {run.state.step} has loss {loss} and gradient norm {grad_norm}, so training stops without saving; "
-            f"the learning rate was {lr:g}: start again from an earlier checkpoint or with a lower --lr"
-        )
-
-
-def _measure(run: Run, result: StepResult, lr: float, watch: Stopwatch) -> dict[str, float]:
-    """The values of one logged step; the only place where the loop waits for the device."""
-    loss, grad_norm = result.loss.item(), result.grad_norm.item()
-    seconds, steps = watch.read()
-    speed = steps * run.tokens_per_step / seconds
-    return {
-        "step": run.state.step,
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "lr": lr,
-        "tokens": run.state.tokens,
-        "tokens_per_second": speed,
-        "mfu": mfu(speed, run.flops_per_token, run.peak_flops),
-        "step_seconds": seconds / steps,
-        "memory_bytes": peak_memory_bytes(run.train_step.mesh.device),
-    }
-
-
-def _evaluate(train_step: TrainStep, evaluation: Evaluation) -> float:
-    batches = (evaluation.loader.micro_batches(step) for step in range(evaluation.steps))
-    return evaluate(train_step.runner, batches)

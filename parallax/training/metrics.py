@@ -14,6 +14,8 @@ metrics.jsonl holds one JSON object per logged step with the keys
     eval_loss         on the held-out part, at the steps where it was evaluated
     eval_loss/NAME    on the set that --valid NAME=PATH names, at those steps
     test_loss         on the last part of --split, after the last step
+
+A step that was skipped (parallax.training.faults) has no line, or one with its evaluations alone.
 """
 
 from __future__ import annotations
@@ -96,6 +98,13 @@ class Metrics:
         if self.enabled:
             self.progress.update(self.task, completed=step)
 
+    def rewind(self, step: int) -> None:
+        """Forget the lines after `step`, to which the run went back."""
+        if not self.enabled:
+            return
+        self.path.write_text("".join(_lines_up_to(self.path, step)), encoding="utf-8")
+        self.progress.update(self.task, completed=step)
+
     def write(self, values: dict[str, Any]) -> None:
         """Record one logged step and print its line."""
         if not self.enabled:
@@ -110,16 +119,17 @@ class Metrics:
 
 
 def _line(values: dict[str, Any]) -> str:
-    parts = [
-        f"step {values['step']:>6}",
-        f"loss {values['loss']:.4f}",
-        f"grad norm {values['grad_norm']:.3f}",
-        f"lr {values['lr']:.2e}",
-        f"{values['tokens_per_second']:,.0f} tokens/s",
-        f"mfu {values['mfu']:.1%}",
-        f"{values['step_seconds'] * 1000:,.0f} ms/step",
-        f"{values['memory_bytes'] / 2**30:.2f} GiB",
-    ]
+    parts = [f"step {values['step']:>6}"]
+    if "loss" in values:
+        parts += [
+            f"loss {values['loss']:.4f}",
+            f"grad norm {values['grad_norm']:.3f}",
+            f"lr {values['lr']:.2e}",
+            f"{values['tokens_per_second']:,.0f} tokens/s",
+            f"mfu {values['mfu']:.1%}",
+            f"{values['step_seconds'] * 1000:,.0f} ms/step",
+            f"{values['memory_bytes'] / 2**30:.2f} GiB",
+        ]
     for name, value in values.items():
         if name.startswith(("eval_loss", "test_loss")):
             parts.append(f"{name.replace('_', ' ').replace('/', ' ', 1)} {value:.4f}")

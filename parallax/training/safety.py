@@ -23,9 +23,6 @@ class SafetyOptions:
     keep_every: Annotated[int, named("keep-every", metavar="STEPS")] = 0
     """Keep also, for good, every checkpoint of a step that is a multiple of this; 0: none beside the newest."""
 
-    sync_save: bool = False
-    """Stop training until a checkpoint is on the disk, instead of for the copy in memory only; needs less memory."""
-
     exit_after: Annotated[
         float | None, named("exit-after", "exit-duration-in-mins", metavar="MINUTES", default="no limit")
     ] = None
@@ -49,7 +46,9 @@ class SafetyOptions:
             if value < 0
         ]
         if self.keep_every and not self.keep:
-            problems.append(f"--keep-every {self.keep_every} has no effect without --keep, which is how many others stay")
+            problems.append(
+                f"--keep-every {self.keep_every} has no effect without --keep, which is how many others stay"
+            )
         if self.keep_every > 0 and save_every > 0 and self.keep_every % save_every:
             problems.append(f"--keep-every {self.keep_every} must be a multiple of --save-every {save_every}")
         if self.exit_after is not None and self.exit_after <= 0:

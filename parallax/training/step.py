@@ -4,15 +4,15 @@
     zero the main gradients
     run the pipeline schedule                   each micro-batch's summed loss divided by that count
     finish the gradient reduction               most of it ran during the last backward
-    gradient norm and loss                      one AllReduce over the world, two numbers
-    clip, update
+    gradient norm and loss                      one AllReduce over the world, with what ranks were asked (to stop)
+    judge, clip, update                         an update that would spoil the weights is skipped, on the device
 
 A single process runs the same schedule with one stage: gradient accumulation is a pipeline of length one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +30,10 @@ from parallax.pipeline.executor import BackwardListener, PipelineExecutor
 from parallax.pipeline.lower import Program
 from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.transport import ActivationSpec
+from parallax.tensor_parallel.precision import Fp8State
 from parallax.tensor_parallel.segments import Segment, merged
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
+from parallax.training.faults import Judge
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -48,14 +50,22 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device, so that a step that is not logged does not wait for them.
+    """Numbers on the device, float64, so that a step that is not logged does not wait for them.
 
-    loss: the optimised loss, summed over the step and divided by its weight. weight: the targets of the step.
+    loss: the optimised loss, summed over the step and divided by its weight. weight: the targets of the step. verdict: a
+    `faults.Verdict`. asked: the sum over all ranks of what `asked()` returned. local: what this rank alone brought to them.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     weight: torch.Tensor
+    verdict: torch.Tensor
+    asked: torch.Tensor
+    local: torch.Tensor
+
+    def numbers(self) -> torch.Tensor:
+        """Return loss, gradient norm, weight, verdict and asked as one tensor."""
+        return torch.stack([self.loss, self.grad_norm, self.weight, self.verdict, self.asked])
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +131,9 @@ class StageRunner:
         ]
 
     def count(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the targets of the step over all micro-batches and data-parallel ranks, fp32; 1 where there is none."""
+        """Return the targets of the step over all micro-batches and data-parallel ranks, float64."""
         weights = torch.stack([self.objective.weight(batch) for batch in batches])
-        total = all_reduce_(weights.sum(), self.mesh.dp)
-        return torch.where(total > 0, total, 1).float()  # weights may sum up to less than 1
+        return all_reduce_(weights.sum(), self.mesh.dp).double()
 
     def run(
         self,
@@ -158,33 +167,57 @@ class TrainStep:
     optimizer: ShardedAdamW
     mesh: Mesh
     clip_grad: float  # limit of the global gradient norm; 0: no clipping
+    judge: Judge
+    fp8: Fp8State | None = None
 
-    def __call__(self, batches: Sequence[Batch], learning_rate: float, recorder: Recorder | None = None) -> StepResult:
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        recorder: Recorder | None = None,
+        asked: Callable[[], float] = lambda: 0.0,
+    ) -> StepResult:
+        """Train on the rank's micro-batches. asked: a number of this rank's, to be summed over all ranks."""
         batches = self.runner.on_device(batches)
         weight = self.runner.count(batches)
         self.buckets.zero_grad()
+        if self.fp8 is not None:
+            self.fp8.begin_step()
         loss = self.runner.run(
             self.runner.training,
             batches,
-            weight,
+            torch.where(weight > 0, weight, 1.0).float(),  # without a target the summed loss is 0 already
             listener=self.buckets,
             recorder=recorder,
         )
         self.buckets.finish()
-        totals = all_reduce_(torch.stack([local_squared_norm(self.buckets), loss]), self.mesh.world)
-        grad_norm = totals[0].sqrt()
-        self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad))
-        return StepResult(totals[1], grad_norm, weight)
+        if self.fp8 is not None:
+            self.fp8.finish_step()
+        local = torch.stack([local_squared_norm(self.buckets), loss, torch.full_like(loss, asked())])
+        squared_norm, loss, total_asked = all_reduce_(local.clone(), self.mesh.world)
+        grad_norm = squared_norm.sqrt()
+        verdict = self.judge(loss, grad_norm, weight)
+        skip = (verdict != 0).float()
+        self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad), skip)
+        return StepResult(loss, grad_norm, weight, verdict, total_asked, local)
 
 
 @torch.no_grad()
-def evaluate(runner: StageRunner, steps: Iterable[Sequence[Batch]]) -> float:
-    """Return the mean loss over the targets of all `steps`, each a list of this rank's micro-batches."""
+def evaluate(
+    runner: StageRunner, steps: Iterable[Sequence[Batch]], give_up: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Return the mean loss over the targets of all `steps`, each a list of this rank's micro-batches.
+
+    give_up: asked after each step, the same on all ranks; None is returned as soon as it says yes, or if there is no target.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=runner.mesh.device)
+    one = torch.ones((), device=runner.mesh.device)
     for batches in steps:
         batches = runner.on_device(batches)
         weight = runner.count(batches)
-        total[0] += runner.run(runner.evaluating, batches, torch.ones_like(weight))
+        total[0] += runner.run(runner.evaluating, batches, one)
         total[1] += weight if runner.mesh.rank == 0 else 0
+        if give_up():
+            return None
     loss_sum, weight_sum = all_reduce_(total, runner.mesh.world).tolist()
-    return loss_sum / weight_sum
+    return loss_sum / weight_sum if weight_sum else None

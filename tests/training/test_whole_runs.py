@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-import pretrain
-from parallax.config import read_options, resolve
-from parallax.data.prepare import prepare_data
-from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.training.checkpoints import only_run_in
 from tests.distributed.harness import run_layout
+from tests.training.runs import contents, metrics, run, saved, write_text
 
-MODEL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 16 --global-batch 8 --tokenizer bytes"
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds", "memory_bytes"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PARALLAX_CACHE", str(tmp_path / "cache"))
-    lines = (f"line {i}: {i * i % 97} sheep and {i * 7 % 31} goats went over the bridge\n" for i in range(400))
-    (tmp_path / "text.txt").write_text("".join(lines))
+    write_text(tmp_path)
     return tmp_path
-
-
-def _run(mesh: Mesh, commands: list[str], folder: str) -> list[list[str]]:
-    """Run pretrain.py's own training for each command line in one world; return the problems of each."""
-    problems = []
-    for command in commands:
-        words = f"{MODEL} --data {folder}/text.txt {command}".split()
-        options, found = read_options(words)
-        assert not found, found
-        config = resolve(options, mesh.layout.world_size)
-        try:
-            pretrain.train(config, prepare_data(config.data, config.training.seq_len), mesh)
-            problems.append([])
-        except ConfigError as error:
-            problems.append(error.problems)
-    return problems
-
-
-def _metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def _contents(checkpoint: Path) -> dict[str, bytes]:
-    names = [*checkpoint.glob("model/*"), *checkpoint.glob("optimizer/*")]
-    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in names}
 
 
 def test_a_run_leaves_metrics_events_and_a_checkpoint_that_transformers_opens(folder: Path) -> None:
     command = f"--out {folder}/run --steps 6 --eval-every 3 --eval-steps 2 --log-every 2 --save-every 4 --lr 1e-2"
-    assert run_layout(Layout(), _run, [command], str(folder)) == [[[]]]
-    rows = _metrics(folder / "run")
+    assert run_layout(Layout(), run, [command], str(folder)) == [[[]]]
+    rows = metrics(folder / "run")
     assert [row["step"] for row in rows] == [2, 3, 4, 6]
     assert all(row.keys() - {"eval_loss"} == KEYS for row in rows)
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
@@ -82,12 +51,12 @@ def test_four_steps_equal_two_and_two_more_bit_for_bit(layout: Layout, folder: P
         f"{always} --out {folder}/parts --steps 2",
         f"{always} --out {folder}/parts --steps 4",
     ]
-    assert run_layout(layout, _run, commands, str(folder)) == [[[], [], []]] * layout.world_size
-    whole, parts = _metrics(folder / "whole"), _metrics(folder / "parts")
+    assert run_layout(layout, run, commands, str(folder)) == [[[], [], []]] * layout.world_size
+    whole, parts = metrics(folder / "whole"), metrics(folder / "parts")
     for name in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [row[name] for row in whole] == [row[name] for row in parts], name
     last = "checkpoints/step-00000004"
-    assert _contents(folder / "whole" / last) == _contents(folder / "parts" / last)
+    assert contents(folder / "whole" / last) == contents(folder / "parts" / last)
 
 
 def test_bf16_goes_on_from_its_fp32_main_parameters(folder: Path) -> None:
@@ -97,17 +66,17 @@ def test_bf16_goes_on_from_its_fp32_main_parameters(folder: Path) -> None:
         f"{always} --out {folder}/parts --steps 2",
         f"{always} --out {folder}/parts --steps 4",
     ]
-    run_layout(Layout(dp=2), _run, commands, str(folder))
+    run_layout(Layout(dp=2), run, commands, str(folder))
     last = "checkpoints/step-00000004"
-    assert _contents(folder / "whole" / last) == _contents(folder / "parts" / last)
+    assert contents(folder / "whole" / last) == contents(folder / "parts" / last)
 
 
 def test_another_layout_goes_on_with_the_same_losses(folder: Path) -> None:
     always = "--eval-every 0 --lr-decay-steps 4 --warmup-steps 1"
     whole, parts = folder / "whole", folder / "parts"
-    run_layout(Layout(), _run, [f"{always} --out {whole} --steps 4", f"{always} --out {parts} --steps 2"], str(folder))
-    run_layout(Layout(tp=2), _run, [f"{always} --tp 2 --zero 0 --out {parts} --steps 4"], str(folder))
-    for row, other in zip(_metrics(whole), _metrics(parts), strict=True):
+    run_layout(Layout(), run, [f"{always} --out {whole} --steps 4", f"{always} --out {parts} --steps 2"], str(folder))
+    run_layout(Layout(tp=2), run, [f"{always} --tp 2 --zero 0 --out {parts} --steps 4"], str(folder))
+    for row, other in zip(metrics(whole), metrics(parts), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-5)
 
 
@@ -117,22 +86,22 @@ def test_a_changed_run_is_refused_with_what_changed(folder: Path) -> None:
         f"--out {folder}/run --steps 4 --lr-decay-steps 4 --lr 0.5 --seed 9",
         f"--out {folder}/run --steps 4 --lr-decay-steps 4 --log-every 2 --zero 0 --micro-batch 1",
     ]
-    ((none, changed, harmless),) = run_layout(Layout(), _run, commands, str(folder))
+    ((none, changed, harmless),) = run_layout(Layout(), run, commands, str(folder))
     assert none == harmless == []
     assert any("lr was 0.03125 and is now 0.5" in problem for problem in changed)
     assert any("seed was 0 and is now 9" in problem for problem in changed)
     (folder / "text.txt").write_text(
         "another text altogether, and long enough to cut into samples of sixteen bytes. " * 30
     )
-    ((problems,),) = run_layout(Layout(), _run, [f"--out {folder}/run --steps 6 --lr-decay-steps 4"], str(folder))
-    assert any("the data is not the same" in problem for problem in problems)
+    ((problems,),) = run_layout(Layout(), run, [f"--out {folder}/run --steps 6 --lr-decay-steps 4"], str(folder))
+    assert any("text.txt has changed" in problem for problem in problems)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: Path) -> None:
     always = "--eval-every 0 --lr-decay-steps 4 --warmup-steps 1 --save-every 1"
     run_layout(
         Layout(),
-        _run,
+        run,
         [f"{always} --out {folder}/whole --steps 4", f"{always} --out {folder}/parts --steps 3"],
         str(folder),
     )
@@ -145,32 +114,32 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: Path) ->
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
         assert (newest.parent / older).is_dir()
-    run_layout(Layout(), _run, [f"{always} --out {folder}/parts --steps 4"], str(folder))
+    run_layout(Layout(), run, [f"{always} --out {folder}/parts --steps 4"], str(folder))
     last = "checkpoints/step-00000004"
-    assert _contents(folder / "whole" / last) == _contents(folder / "parts" / last)
+    assert contents(folder / "whole" / last) == contents(folder / "parts" / last)
 
 
 def test_a_fresh_start_does_not_mix_with_an_older_run(folder: Path) -> None:
     commands = [f"--out {folder}/run --steps 1", f"--out {folder}/run --steps 1 --resume none"]
-    (((), (problem,)),) = run_layout(Layout(), _run, commands, str(folder))
+    (((), (problem,)),) = run_layout(Layout(), run, commands, str(folder))
     assert "--resume none would mix" in problem
 
 
 def test_numbers_that_are_none_stop_the_run_before_they_are_saved(folder: Path) -> None:
     commands = [f"--out {folder}/run --steps 6 --lr 1e30 --warmup-steps 0 --save-every 1 --eval-every 0"]
-    ((problems,),) = run_layout(Layout(), _run, commands, str(folder))
+    ((problems,),) = run_layout(Layout(), run, commands, str(folder))
     assert len(problems) == 1 and "training stops without saving" in problems[0] and "lower --lr" in problems[0]
     assert all("NaN" not in line for line in (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    assert len(saved) == len(_metrics(folder / "run"))
+    names = saved(folder / "run")
+    assert len(names) == len(metrics(folder / "run"))
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(folder: Path) -> None:
     mesh = Mesh(Layout(), 0, torch.device("cpu"))
     with only_run_in(folder / "run", mesh):
-        ((problems,),) = run_layout(Layout(), _run, [f"--out {folder}/run --steps 1"], str(folder))
+        ((problems,),) = run_layout(Layout(), run, [f"--out {folder}/run --steps 1"], str(folder))
     assert "another run is writing to" in problems[0]
-    assert run_layout(Layout(), _run, [f"--out {folder}/run --steps 1"], str(folder)) == [[[]]]
+    assert run_layout(Layout(), run, [f"--out {folder}/run --steps 1"], str(folder)) == [[[]]]
 
 
 def test_going_on_from_an_older_checkpoint_does_not_overwrite_newer_ones(folder: Path) -> None:
@@ -180,5 +149,11 @@ def test_going_on_from_an_older_checkpoint_does_not_overwrite_newer_ones(folder:
         f"--out {folder}/run --steps 2 --lr-decay-steps 2 --resume {first}",
         f"--out {folder}/fork --steps 2 --lr-decay-steps 2 --resume {first}",
     ]
-    (((), (problem,), ()),) = run_layout(Layout(), _run, commands, str(folder))
+    (((), (problem,), ()),) = run_layout(Layout(), run, commands, str(folder))
     assert "would overwrite the newer checkpoints" in problem
+
+
+def test_old_checkpoints_go_as_new_ones_come(folder: Path) -> None:
+    command = f"--out {folder}/run --steps 7 --save-every 1 --keep 2 --keep-every 3 --eval-every 0"
+    assert run_layout(Layout(dp=2), run, [command], str(folder)) == [[[]]] * 2
+    assert saved(folder / "run") == ["step-00000003", "step-00000006", "step-00000007"]
