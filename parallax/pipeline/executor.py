@@ -33,7 +33,7 @@ from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
 from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.segments import Steps, Trace, alone, backward_steps, forward_steps, in_turn
-from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
+from parallax.pipeline.transport import ActivationSpec, GroupTransport, LostRank, Transport
 from parallax.tensor_parallel.segments import Segment
 from parallax.tensor_parallel.weight_gradients import WeightQueue
 
@@ -65,6 +65,8 @@ class _Run:
     recorder: Recorder | None
     cut: bool  # whether chunks are cut into segments
     results: dict[Action, torch.Tensor | None] = field(default_factory=dict)  # until sent, or used by a stage here
+    sent: set[Message] = field(default_factory=set)  # before their turn
+    following: Step | None = None  # what comes after the step that is being done
     forwarded: dict[tuple[int, int, int], Trace] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -166,7 +168,9 @@ class PipelineExecutor:
         )
         self._in_flight = self.peak_in_flight = 0
         self.weights.clear()
-        for step in self._steps(program):
+        steps = self._steps(program)
+        for place, step in enumerate(steps):
+            run.following = steps[place + 1] if place + 1 < len(steps) else None
             yield step
             self._do(run, step)
         if self._transport is not None:
@@ -180,28 +184,41 @@ class PipelineExecutor:
                 run.recorder.posted(step.message)
         elif isinstance(step, Send):
             self._send(run, step.message)
-            if run.recorder is not None:
-                run.recorder.sent(step.message)
         else:
-            inputs = [self._input(run, action) for action in step.parts]
+            first = self._input(run, step.parts[0])
             started = None if run.recorder is None else run.recorder.now()
             try:
-                self._compute(run, step, inputs)
+                self._compute(run, step, first)
+            except LostRank:
+                raise
             except RuntimeError as error:  # a collective in a stage, whose other ranks are gone
                 raise RuntimeError(f"pipeline rank {self.rank}, in {step}: {error}") from error
             if run.recorder is not None:
                 run.recorder.ran(step, started)
 
-    def _compute(self, run: _Run, entry: Entry, inputs: Sequence[torch.Tensor | None]) -> None:
+    def _compute(self, run: _Run, entry: Entry, first: torch.Tensor | None) -> None:
         if isinstance(entry, Pair):
-            forward = self._forward(run, entry.forward, inputs[0])
-            in_turn(forward, self._backward(run, entry.backward, inputs[1]))
+            in_turn(self._first_of_pair(run, entry.forward, first), self._second_of_pair(run, entry.backward))
         elif entry.kind == "W":
             self._weights(run, entry)
         elif entry.kind == "F":
-            alone(self._forward(run, entry, inputs[0]))
+            alone(self._forward(run, entry, first))
         else:
-            alone(self._backward(run, entry, inputs[0]))
+            alone(self._backward(run, entry, first))
+
+    def _first_of_pair(self, run: _Run, action: Action, tensor: torch.Tensor | None) -> Steps[None]:
+        """Do the forward, and send its result at once, to travel while the backward computes.
+
+        Without tags a message must keep its place among the others: it goes early only if nothing comes before it.
+        """
+        yield from self._forward(run, action, tensor)
+        message = run.program.outbox.get(action)
+        if message is not None and (run.following == Send(message) or not self._connected.needs_order([message])):
+            self._send(run, message)
+
+    def _second_of_pair(self, run: _Run, action: Action) -> Steps[None]:
+        """Do the backward; the gradient that it takes may still travel while the forward begins."""
+        yield from self._backward(run, action, self._input(run, action))
 
     @property
     def _connected(self) -> Transport:
@@ -220,9 +237,14 @@ class PipelineExecutor:
         return self._early[program]
 
     def _send(self, run: _Run, message: Message) -> None:
+        if message in run.sent:
+            return
+        run.sent.add(message)
         result = run.results.pop(message.producer)
         if result is not None:
             self._connected.send(message, result)
+        if run.recorder is not None:
+            run.recorder.sent(message)
 
     def _input(self, run: _Run, action: Action) -> torch.Tensor | None:
         message = run.program.inbox.get(action)
