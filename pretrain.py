@@ -101,9 +101,9 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
         fit(
             Run(
                 config.run,
+                config.safety,
                 config.steps,
                 training.tokens_per_step,
-                config.safety,
                 train_step,
                 loader,
                 evaluations,

@@ -246,6 +246,7 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
         problems += _check_stages(model, layout, options)
     run = options.run.resolved(_run_name(options.model.model))
     problems += replace(options.run, out=run.out).check(None if data_problems else options.data.nothing_held_out)
+    problems += options.safety.check(options.run.save_every)
     if options.data.valid and options.run.eval_every == 0:
         problems.append("--valid has no effect with --eval-every 0; leave one of them out")
     if problems or model is None:
@@ -253,12 +254,12 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
     return PretrainConfig(
         parallel=replace(options.parallel, dp=layout.dp),
         model=model_options,
-    problems += options.safety.check(options.run.save_every)
         data=options.data,
         training=training,
         learning_rate=options.learning_rate.resolved(training.steps, model.hidden_size),
         optimizer=options.optimizer,
         run=run,
+        safety=options.safety,
         asked=options,
         layout=layout,
         model_config=model,
@@ -266,7 +267,6 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
 
 
 def _run_name(model: str) -> str:
-        safety=options.safety,
     """Return the name of a preset, or of the folder or file that --model names."""
     if model in PRESETS:
         return model
