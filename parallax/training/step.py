@@ -21,7 +21,7 @@ import torch
 from parallax.collectives import all_reduce_
 from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
-from parallax.data_parallel.optimizer import ShardedOptimizer
+from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.mesh import Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.packed_rows import PackedRows
@@ -163,7 +163,7 @@ class TrainStep:
     runner: StageRunner
     parameters: list[NamedParameter]
     buckets: GradientBuckets
-    optimizer: ShardedOptimizer
+    optimizer: ShardedAdamW
     mesh: Mesh
     clip_grad: float  # limit of the global gradient norm; 0: no clipping
     judge: Judge
