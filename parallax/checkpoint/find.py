@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallax.checkpoint.manifest import read_manifest
-from parallax.checkpoint.names import step_name
+from parallax.checkpoint.names import MANIFEST, MODEL, step_name
 from parallax.checkpoint.verify import check_files
 from parallax.errors import ConfigError
+from parallax.models.hugging_face_config import read_fields
 
 if TYPE_CHECKING:
     from parallax.mesh import Mesh
@@ -59,3 +60,30 @@ def _find(root: Path, older_than: int | None) -> Path | None:
         if manifest.step == step and not check_files(path, manifest):
             return path
     return None
+
+
+def find_model(path: str | Path) -> Path:
+    """Return the Hugging Face folder that `path` names: itself, or in a checkpoint, or in the newest one of a run.
+
+    Raises ConfigError when there is none, or when the checkpoint is not complete.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}; give a run, a checkpoint or a Hugging Face model's folder")
+    for root in (path / "checkpoints", path):
+        if list_checkpoints(root):
+            newest = find_latest(root)
+            if newest is None:
+                raise ConfigError(f"{root} holds no complete checkpoint; see parallax checkpoint list {path}")
+            return newest / MODEL
+    if (path / MANIFEST).is_file():
+        problems = check_files(path, read_manifest(path))
+        if problems:
+            raise ConfigError(problems[0])
+        return path / MODEL
+    kinds = "give a run, a checkpoint or a Hugging Face model's folder"
+    if (path / "checkpoints").is_dir() or not (path / "config.json").is_file():
+        raise ConfigError(f"{path} holds neither a checkpoint nor config.json; {kinds}")
+    if "model_type" not in read_fields(path):
+        raise ConfigError(f"{path} holds no checkpoint yet, and its config.json is that of a run; {kinds}")
+    return path

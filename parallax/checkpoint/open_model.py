@@ -1,6 +1,7 @@
 """Open a saved model in one process, to compute with it: for `parallax generate` and for scripts.
 
-from parallax.checkpoint.open_model import find_model, open_model
+from parallax.checkpoint.find import find_model
+from parallax.checkpoint.open_model import open_model
 model = open_model(find_model("runs/tiny"))
 logits = model(ids)[..., : model.config.vocab_size]
 """
@@ -11,45 +12,14 @@ from pathlib import Path
 
 import torch
 
-from parallax.checkpoint.find import find_latest, list_checkpoints
 from parallax.checkpoint.initial_weights import check_weights, load_weights
-from parallax.checkpoint.manifest import read_manifest
-from parallax.checkpoint.names import MANIFEST, MODEL
 from parallax.checkpoint.parts import CheckpointParts
-from parallax.checkpoint.verify import check_files
 from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.models.decoder import DecoderStage
-from parallax.models.hugging_face_config import read_fields, read_hugging_face_config
+from parallax.models.hugging_face_config import read_hugging_face_config
 from parallax.models.stages import build_stages, shape_stages
 from parallax.tensor_parallel.facts import named_parameters_with_facts
-
-
-def find_model(path: str | Path) -> Path:
-    """Return the Hugging Face folder that `path` names: itself, or in a checkpoint, or in the newest one of a run.
-
-    Raises ConfigError when there is none, or when the checkpoint is not complete.
-    """
-    path = Path(path).expanduser()
-    if not path.is_dir():
-        raise ConfigError(f"there is no folder {path}; give a run, a checkpoint or a Hugging Face model's folder")
-    for root in (path / "checkpoints", path):
-        if list_checkpoints(root):
-            newest = find_latest(root)
-            if newest is None:
-                raise ConfigError(f"{root} holds no complete checkpoint; see parallax checkpoint list {path}")
-            return newest / MODEL
-    if (path / MANIFEST).is_file():
-        problems = check_files(path, read_manifest(path))
-        if problems:
-            raise ConfigError(problems[0])
-        return path / MODEL
-    kinds = "give a run, a checkpoint or a Hugging Face model's folder"
-    if (path / "checkpoints").is_dir() or not (path / "config.json").is_file():
-        raise ConfigError(f"{path} holds neither a checkpoint nor config.json; {kinds}")
-    if "model_type" not in read_fields(path):
-        raise ConfigError(f"{path} holds no checkpoint yet, and its config.json is that of a run; {kinds}")
-    return path
 
 
 def open_model(

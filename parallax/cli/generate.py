@@ -78,7 +78,7 @@ def _generate(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     chat = _read_chat(options)
     # What can be wrong without torch, whose import takes seconds, has been said by now.
-    from parallax.checkpoint.open_model import find_model
+    from parallax.checkpoint.find import find_model
 
     folder = find_model(options.model)
     speaker = _Speaker(folder, options, sampling, with_template=options.chat or chat is not None)

@@ -1,4 +1,4 @@
-"""Which model: a preset or a Hugging Face configuration, and sizes that replace its own.
+"""Which model: one with its weights, or a new one: a preset or a Hugging Face configuration, and sizes that replace its own.
 
 What follows from a replaced size, unless it is given too: with another --hidden the MLP keeps its share of it, and heads that
 fill the hidden size exactly go on doing so; with another --heads a model without grouped queries stays one. The vocabulary
@@ -8,12 +8,13 @@ their own and take the tokenizer's size. --vocab replaces either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from parallax.errors import ConfigError
 from parallax.flags import named
 from parallax.models.config import DecoderConfig
+from parallax.models.hugging_face_config import read_hugging_face_config
 from parallax.models.presets import load_model_config
 
 VOCAB_FROM_TOKENIZER = ("tiny",)
@@ -24,7 +25,13 @@ _FROM_MODEL = "from --model"
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model to train, from random weights."""
+    """The model to train: one that is there already, or a new one with random weights."""
+
+    init: Annotated[
+        str | None, named("init", "pretrained-checkpoint", metavar="FOLDER", default="a new model, random weights")
+    ] = None
+    """Start from the weights of a Hugging Face model's folder, or of the newest checkpoint of a run; the model and, unless it is
+    given, the tokenizer are that folder's."""
 
     model: Annotated[str, named("model", metavar="NAME|PATH")] = "tiny"
     """tiny, gpt2-124m, llama-1b, llama3-8b, llama3-70b, llama3-405b, gpt3-175b, qwen3-0.6b, or a Hugging Face config.json."""
@@ -50,6 +57,23 @@ class ModelOptions:
     """Number of token ids; at least the tokenizer's."""
 
 
+@dataclass(frozen=True)
+class FinetuneModelOptions(ModelOptions):
+    """The model to train: one that is there already, or a new one with random weights."""
+
+    init: Annotated[
+        str | None,
+        named(
+            "init",
+            "pretrained-checkpoint",
+            metavar="FOLDER|none",
+            default="the newest checkpoint of the default pretraining run, if there is one",
+        ),
+    ] = None
+    """Start from the weights of a Hugging Face model's folder, or of the newest checkpoint of a run; the model and, unless they are
+    given, tokenizer and chat template are that folder's. none: a new model, random weights."""
+
+
 def resolve_model(
     options: ModelOptions, tokenizer_size: int | None, sequence_length: int
 ) -> tuple[DecoderConfig | None, list[str]]:
@@ -58,6 +82,8 @@ def resolve_model(
     tokenizer_size: number of ids of the tokenizer; None if that cannot be read, a problem that is reported elsewhere.
     `DecoderConfig.check` adds what keeps the model from running in a layout.
     """
+    if options.init is not None:
+        return _model_of(options, tokenizer_size, sequence_length)
     try:
         base = load_model_config(options.model)
     except ConfigError as error:
@@ -89,6 +115,34 @@ def resolve_model(
         # Rotary positions have no table that ends: the saved model is to state the length it was trained on.
         longest = max(config.max_position_embeddings, sequence_length)
         config = replace(config, max_position_embeddings=longest)
+    return config, problems
+
+
+def _model_of(
+    options: ModelOptions, tokenizer_size: int | None, sequence_length: int
+) -> tuple[DecoderConfig | None, list[str]]:
+    """Return the model of the folder that --init names, as it is."""
+    given = [
+        "--" + field.name.replace("_", "-")
+        for field in fields(options)
+        if field.name != "init" and getattr(options, field.name) != field.default
+    ]
+    problems = [f"--init takes the model as it is; leave out {', '.join(given)}"] if given else []
+    try:
+        config = read_hugging_face_config(str(options.init))
+    except ConfigError as error:
+        return None, problems + [f"--init {problem}" for problem in error.problems]
+    if tokenizer_size is not None and config.vocab_size < tokenizer_size:
+        problems.append(
+            f"the model of --init {options.init}, of {config.vocab_size} ids, has no room for the {tokenizer_size} ids of the "
+            "tokenizer; use the --tokenizer that it was trained with"
+        )
+    limit = config.max_position_embeddings
+    if config.positions == "rotary" and sequence_length > limit:
+        problems.append(
+            f"--seq-len {sequence_length} is longer than the {limit} positions of the model of --init {options.init}; use at most "
+            f"{limit}, or a copy of the folder whose config.json says more"
+        )
     return config, problems
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from parallax.flags import named
 
@@ -23,6 +23,9 @@ DEFAULT_WARMUP_FRACTION, MAX_DEFAULT_WARMUP = 0.1, 2000
 # The best rate falls as 1 / width (Yang et al. 2022, arXiv:2203.03466); 1 / hidden_size is 3.9e-3 for the preset tiny, 2.4e-4
 # for Llama 3 8B and 6.1e-5 for 405B, which were trained with 3e-4 and 8e-5 (Llama Team 2024, arXiv:2407.21783, table 3).
 DEFAULT_LR_TIMES_HIDDEN = 1.0
+# A tenth of it to fine-tune, so that what the weights know is not lost: 2.4e-5 for the width of Llama 2 7B, 6.1e-6 for Llama 3
+# 405B; they were fine-tuned with 2e-5 (Touvron et al. 2023, arXiv:2307.09288, section 3.1) and 1e-5 (Llama Team, section 4.1.3).
+FINETUNE_LR_TIMES_HIDDEN = 0.1
 DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown et al. 2020
 
 
@@ -52,13 +55,15 @@ class LearningRateOptions:
     ] = None
     """Step, warm-up included, at which the decay ends."""
 
+    LR_TIMES_HIDDEN: ClassVar[float] = DEFAULT_LR_TIMES_HIDDEN
+
     def check(self, steps: int, hidden_size: int | None) -> list[str]:
         """Return what is wrong with these options in a run of `steps` steps, a sentence each.
 
         hidden_size: of the model, or None while it is not known.
         """
         problems = []
-        lr = self.lr or (DEFAULT_LR_TIMES_HIDDEN / hidden_size if hidden_size else None)
+        lr = self.lr or (self.LR_TIMES_HIDDEN / hidden_size if hidden_size else None)
         if self.lr is not None and self.lr <= 0:
             problems.append(f"--lr {self.lr} must be above 0")
         elif lr is not None and self.min_lr is not None and not 0 <= self.min_lr <= lr:
@@ -83,7 +88,7 @@ class LearningRateOptions:
         warmup = min(max(int(DEFAULT_WARMUP_FRACTION * decay), min(10, decay // 3)), MAX_DEFAULT_WARMUP)
         filled = replace(
             self,
-            lr=DEFAULT_LR_TIMES_HIDDEN / hidden_size if self.lr is None else self.lr,
+            lr=self.LR_TIMES_HIDDEN / hidden_size if self.lr is None else self.lr,
             warmup_steps=warmup if self.warmup_steps is None else self.warmup_steps,
         )
         assert filled.lr is not None
@@ -91,6 +96,16 @@ class LearningRateOptions:
             return filled
         min_lr = DEFAULT_MIN_LR_FRACTION * filled.lr if self.min_lr is None else self.min_lr
         return replace(filled, min_lr=min_lr, lr_decay_steps=decay)
+
+
+@dataclass(frozen=True)
+class FinetuneLearningRateOptions(LearningRateOptions):
+    """How far each step goes, and how that changes over the run."""
+
+    lr: Annotated[float | None, named("lr", metavar="FLOAT", default="0.1 / hidden size")] = None
+    """Learning rate after the warm-up."""
+
+    LR_TIMES_HIDDEN: ClassVar[float] = FINETUNE_LR_TIMES_HIDDEN
 
 
 def learning_rate(step: int, options: LearningRateOptions) -> float:

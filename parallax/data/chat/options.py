@@ -26,7 +26,7 @@ class ChatOptions:
     """Files of chats, .jsonl or .parquet; with numbers before them, their shares of the rows: 0.7 a.jsonl 0.3 b.jsonl."""
 
     tokenizer: Annotated[
-        str | None, named("tokenizer", metavar="PATH|bytes", default="the one that pretraining makes, 4096 ids")
+        str | None, named("tokenizer", metavar="PATH|bytes", default="the model's; of fresh weights that of pretrain.py")
     ] = None
     """A Hugging Face folder or tokenizer.json, a sentencepiece .model, or bytes."""
 
@@ -52,6 +52,11 @@ class ChatOptions:
 
     eval_fraction: float = 0.01
     """Share of the chats that is held out for evaluation, 0 to 0.5; 0 holds out nothing."""
+
+    @property
+    def nothing_held_out(self) -> str | None:
+        """The option that leaves nothing to evaluate on, in words; None if there is something."""
+        return None if self.eval_fraction else f"--eval-fraction {self.eval_fraction:g}"
 
 
 def check(options: ChatOptions) -> list[str]:

@@ -36,6 +36,10 @@ class PreparedChats:
     description: str
     files: tuple[DataFile, ...] = ()
 
+    def evaluated(self) -> list[tuple[str, Rows, bool]]:
+        """Return what is evaluated, as `PreparedData.evaluated` does."""
+        return [] if self.eval is None else [("eval_loss", self.eval, False)]
+
 
 def prepare_chats(options: ChatOptions, seq_len: int) -> PreparedChats:
     """Read, encode, check, split and pack the chats; what is encoded is cached for the next run.
