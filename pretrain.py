@@ -12,9 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parallax.config import PROGRAM, PretrainConfig, changes_that_matter, parse_pretrain
+from parallax.config import PretrainConfig, parse_pretrain
 from parallax.data.loader import BatchLoader
 from parallax.data.prepare import PreparedData, prepare_data
+from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
 from parallax.mesh import Mesh, connect
 from parallax.models.config import flops_per_token
@@ -35,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
         with connect(config.layout, config.run.timeout) as mesh:
             train(config, data, mesh)
     except ConfigError as error:
-        exit_with_problems(error.problems, PROGRAM)
+        exit_with_problems(error.problems, config.asked.program)
     except Stop as stop:
         sys.exit(stop.status)
     except KeyboardInterrupt:
@@ -46,6 +47,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     # Importing torch takes seconds, so it waits until the options and the data are known to be good.
+    from parallax.checkpoint.initial_weights import load_weights, look_into
     from parallax.checkpoint.parts import CheckpointParts
     from parallax.objectives.next_token import NextToken
     from parallax.training.build import DTYPES, build_train_step
@@ -56,10 +58,11 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
 
     model, training, root = config.model_config, config.training, config.out / "checkpoints"
     identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
-    agree(identity, mesh)
+    agree(identity | {"initial weights": str(config.init)}, mesh)
     identity["data_files"] = data.files
     resume = Resume(config.run.resume, root, identity, changes_that_matter)
     start = resume.find(mesh)
+    carried = look_into(None if start else config.init, config.carried_from, model, mesh)
 
     objective = NextToken(model.vocab_size, mesh.tp)
     train_step = build_train_step(
@@ -74,8 +77,10 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
         spike_factor=config.safety.spike_factor,
     )
     dtype = DTYPES[training.precision]
-    parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype)
+    parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype, **carried)
     start, state = resume.restore(start, parts, mesh)
+    if start is None and config.init is not None:
+        load_weights(config.init, parts, mesh)
 
     batch = (training.seed, training.global_batch, training.micro_batch, mesh.dp_rank, mesh.layout.dp)
     loader = BatchLoader(data.train, *batch, pin_memory=mesh.device.type == "cuda")
@@ -93,7 +98,9 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
             config.save()
         metrics.show(config.describe())
         metrics.say(f"data           {data.description}")
-        metrics.say(f"going on from  {start}" if start else "starting       from fresh weights")
+        if config.why_schedule is not None:
+            metrics.say(f"schedule       {config.why_schedule}")
+        metrics.say(f"going on from  {start}" if start else f"starting from  {config.describe_start()}")
         if state.step >= config.steps:
             metrics.say(
                 f"nothing to do  step {state.step} of {config.steps} is done; ask for more --steps, or another --out"
@@ -110,7 +117,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 metrics,
                 state,
                 lambda step: learning_rate(step, config.learning_rate),
-                Checkpoints(root, parts, identity, mesh, keep=config.safety.keep, keep_every=config.safety.keep_every),
+                Checkpoints(root, parts, identity, mesh, config.safety, say=metrics.say),
                 flops_per_token(model, training.seq_len),
                 total_peak_flops(mesh, dtype),
                 config.out,

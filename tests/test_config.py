@@ -15,17 +15,15 @@ from pathlib import Path
 import pytest
 
 from parallax.config import (
-    HARMLESS,
     PretrainConfig,
     PretrainOptions,
-    changes_that_matter,
     check,
-    differences,
     parse_pretrain,
     read_options,
     resolve,
     world_size_of,
 )
+from parallax.differences import HARMLESS, changes_that_matter, differences
 from parallax.errors import ConfigError
 from parallax.flags import flags_of
 from parallax.mesh import Layout
@@ -36,7 +34,7 @@ FLAGS = flags_of(PretrainOptions)
 
 
 def options_of(words: str) -> PretrainOptions:
-    options, problems = read_options(words.split())
+    options, problems = read_options(words.split(), PretrainOptions)
     assert problems == []
     return options
 
@@ -46,7 +44,7 @@ def config_of(words: str = "", world_size: int = 1) -> PretrainConfig:
 
 
 def problems_of(words: str, world_size: int = 1) -> list[str]:
-    options, problems = read_options(words.split())
+    options, problems = read_options(words.split(), PretrainOptions)
     return problems + check(options, world_size)
 
 

@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"parallax.models", "parallax.objectives", "parallax.data", "parallax.data_parallel", "parallax.pipeline"},
     {"parallax.layers", "parallax.checkpoint"},
     {"parallax.training"},
-    {"parallax.config", "parallax.cli"},
+    {"parallax.config", "parallax.differences", "parallax.cli"},
     {"pretrain", "finetune_sft", "benchmarks"},
 ]
 INDEPENDENT = LEVELS[5]  # these, though on one level, do not import each other

@@ -51,7 +51,7 @@ def test_every_linked_page_exists() -> None:
 
 
 def test_every_command_is_understood() -> None:
-    from parallax.config import read_options
+    from parallax.config import PretrainOptions, read_options
 
     lines = README.replace("\\\n", " ").splitlines()
     commands = [
@@ -61,5 +61,5 @@ def test_every_command_is_understood() -> None:
     ]
     assert len(commands) >= 8
     for command in commands:
-        _, problems = read_options([word for word in command.split() if word != "--help"])
+        _, problems = read_options([word for word in command.split() if word != "--help"], PretrainOptions)
         assert not problems, command

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -71,6 +71,30 @@ def check_weights(folder: Path, parts: CheckpointParts) -> dict[str, TensorRecor
     if problem is not None:
         raise ConfigError(problem)
     return records
+
+
+class Carried(TypedDict, total=False):
+    """What a run takes over from a model folder, as `CheckpointParts` has it."""
+
+    model_files: Mapping[str, bytes]
+    config_fields: Mapping[str, Any]
+
+
+def look_into(init: Path | None, carried_from: Path | None, config: DecoderConfig, mesh: Mesh) -> Carried:
+    """Check, before anything is built, that the folder `init` holds the tensors of the model; return what is carried over.
+
+    Called by all ranks. Raises ConfigError, the same on all of them, as `load_weights` does.
+    """
+
+    def look() -> Carried:
+        if init is not None:
+            check_weights(init, CheckpointParts(config, []))
+        if carried_from is None:
+            return {}
+        files, fields = carried_over(carried_from)
+        return {"model_files": files, "config_fields": fields}
+
+    return together(look, mesh, "reading the model")
 
 
 def carried_over(path: str | Path) -> tuple[dict[str, bytes], dict[str, Any]]:

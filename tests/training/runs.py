@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import pretrain
-from parallax.config import read_options, resolve
+from parallax.config import PretrainOptions, read_options, resolve
 from parallax.data.loader import BatchLoader
 from parallax.data.prepare import prepare_data
 from parallax.errors import ConfigError, Stop
@@ -39,7 +39,7 @@ def run(mesh: Mesh, commands: list[str], folder: str, trouble: Trouble | None = 
     problems = []
     for command in commands:
         words = f"{MODEL} --data {folder}/text.txt {command}".split()
-        options, found = read_options(words)
+        options, found = read_options(words, PretrainOptions)
         assert not found, found
         config = resolve(options, mesh.layout.world_size)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax.config import PretrainConfig, read_options, resolve, world_size_of
+from parallax.config import PretrainConfig, PretrainOptions, read_options, resolve, world_size_of
 from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Mesh
 from parallax.models.config import num_parameters
@@ -23,7 +23,7 @@ SMALL = "--tokenizer bytes --layers 8 --hidden 32 --heads 4 --kv-heads 2 --ffn 4
 
 
 def config_of(words: str) -> PretrainConfig:
-    options, problems = read_options(["--dry-run", *words.split()])
+    options, problems = read_options(["--dry-run", *words.split()], PretrainOptions)
     assert problems == []
     return resolve(options, world_size_of(options))
 

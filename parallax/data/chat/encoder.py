@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
     else:
         encoder = OwnTemplate(template or DEFAULT_TEMPLATE, opened)
     return opened if encoder.template is None else TokenizerWithTemplate(opened, encoder.template), encoder
+
+
+def brings_template(folder: Path) -> bool:
+    """Say whether a tokenizer's folder holds a chat template, in one of the two places where `transformers` writes it."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # what is wrong with the tokenizer is said by those who open it
 
 
 def check_template(tokenizer: str | None, template: str | None) -> list[str]:

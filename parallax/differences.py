@@ -1,0 +1,79 @@
+"""What a resumed run was asked to do otherwise than the run that was saved, and whether it would still be the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from parallax.data.checksums import changed_files
+from parallax.models.options import ModelOptions
+
+# Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
+# name is told by their fingerprints, not by their paths.
+HARMLESS = frozenset(
+    "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group micro_batch recompute steps "
+    "tokens out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size "
+    "keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps".split()
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An option, or a field of the model, that another run has otherwise. `harmless`: the losses are the same, to rounding."""
+
+    name: str
+    before: Any
+    now: Any
+    harmless: bool
+
+    def __str__(self) -> str:
+        if self.name in _FINGERPRINTS:
+            return f"the {self.name} is not the same"
+        if self.name in _FOLLOWING_STEPS:
+            flag = f"--{self.name.replace('_', '-')}"
+            return f"{flag} was {_shown(self.before)} and is now {_shown(self.now)}, which follows from --steps unless given"
+        return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
+
+
+# What a run's identity holds beside its options, and options whose default depends on another.
+_FINGERPRINTS = frozenset({"data", "tokenizer"})
+_DATA_CHANGED = "the data is not the same"  # said only where no file of it is known to differ
+_FOLLOWING_STEPS = frozenset({"warmup_steps", "lr_decay_steps"})
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
+    """Return in what two runs differ, each a `RunConfig.to_dict()` with fingerprints, under their names, added to it."""
+    before, now = (json.loads(json.dumps(saved)) for saved in (before, now))  # tuples become lists, as in a file
+    pairs: list[tuple[str, Any, Any, bool]] = []
+    for part in ("model", "resolved"):
+        old, new = before.get(part, {}), now.get(part, {})
+        for name in dict.fromkeys([*old, *new]):
+            # The sizes of the model are compared as they came out, whichever option or file gave them.
+            if part == "model" or name not in _MODEL_OPTIONS:
+                pairs.append((name, old.get(name), new.get(name), part == "resolved" and name in HARMLESS))
+    for name in dict.fromkeys([*before, *now]):
+        if name not in ("model", "resolved", "options"):
+            pairs.append((name, before.get(name), now.get(name), False))
+    return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+
+
+_MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptions))
+
+
+def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return, each as a clause, the differences that would make a resumed run another one."""
+    found = [difference for difference in differences(before, now) if not difference.harmless]
+    other_program = [str(difference) for difference in found if difference.name == "program"]
+    if other_program:
+        return other_program  # then everything else differs too
+    clauses = [str(difference) for difference in found if difference.name != "data_files"]
+    for difference in found:
+        if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):
+            clauses = [*(clause for clause in clauses if clause != _DATA_CHANGED), *files]
+    return clauses
