@@ -90,12 +90,6 @@ class ParallelOptions:
     def check(self) -> list[str]:
         """Return what contradicts itself here, a sentence each."""
         problems = []
-        if self.schedule_costs is not None and self.schedule != "auto":
-            problems.append(
-                f"--schedule-costs has no effect with --schedule {self.schedule}; use --schedule auto with it"
-            )
-        if self.chunks is not None and self.schedule == "auto":
-            problems.append(f"--schedule auto finds the number of stages itself; leave out --chunks {self.chunks}")
         if self.sp and self.tp == 1:
             problems.append("--sp has no effect with --tp 1; leave it out, or use --tp 2 or more")
         return problems
