@@ -188,6 +188,16 @@ class Mesh:
         self._group(name, {tuple(ranks) for row in rows for ranks in row})
         return {ranks: self.groups.get(ranks) for ranks in mine}
 
+    def make_host_group(self, name: str) -> Group | None:
+        """Return another group of all ranks, for host memory, which a thread may use while others use theirs; called by all."""
+        if self.world is None or not self.connected:
+            return None
+        import torch.distributed as dist
+
+        ranks = list(self.world.ranks)
+        process_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+        return Group(name, self.world.ranks, self.rank, process_group)
+
     def _communicating_world(self) -> Group | None:
         return self.world if self.connected else None
 

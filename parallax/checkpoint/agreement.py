@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from parallax.collectives import gather_json
 from parallax.errors import ConfigError
-from parallax.mesh import Mesh
+from parallax.mesh import Group
+
+if TYPE_CHECKING:
+    import torch
 
 Result = TypeVar("Result")
 
 
-def exchange_or_raise(problems: Sequence[str], value: Any, mesh: Mesh) -> list[Any]:
+class Ranks(Protocol):
+    """All ranks as a save or a load needs them: a Mesh, or a group of a save's own (parallax.checkpoint.background)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> Group | None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def exchange_or_raise(problems: Sequence[str], value: Any, mesh: Ranks) -> list[Any]:
     """Return every rank's `value`, as JSON can carry it; called by all ranks.
 
     Raises ConfigError on all ranks, with the first problem of the lowest rank that has one.
@@ -24,7 +40,7 @@ def exchange_or_raise(problems: Sequence[str], value: Any, mesh: Mesh) -> list[A
     return [answer for _, answer in answers]
 
 
-def together(action: Callable[[], Result], mesh: Mesh, doing: str) -> Result:
+def together(action: Callable[[], Result], mesh: Ranks, doing: str) -> Result:
     """Return what `action`, which does not communicate, returns on this rank; called by all ranks.
 
     Raises ConfigError on all ranks when `action` raises one, or an OSError, on any. doing: what it does, in words.

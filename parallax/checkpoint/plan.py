@@ -7,7 +7,8 @@
     move     a box of a unit that one rank has and the writer needs
 
 No rank ever holds more than a round's units; a share that several ranks hold is sent by the one nearest to the writer,
-which is the writer itself where it can be. The plan costs every rank time in proportion to all shares of all ranks.
+which is the writer itself where it can be. Replicas hold the same, so they are described once (parallax.checkpoint.holdings):
+the plan of thousands of ranks takes as long as that of one copy of the model.
 """
 
 from __future__ import annotations
@@ -15,76 +16,21 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from parallax.checkpoint.geometry import Block, Box, Holding, holding_of
-from parallax.checkpoint.parts import DTYPE_NAMES, CheckpointParts
+from parallax.checkpoint.geometry import Block, Box, Holding
+from parallax.checkpoint.holdings import WEIGHT, Key, Share, Source, Sources
+from parallax.checkpoint.parts import CheckpointParts
 from parallax.checkpoint.safetensors_file import ITEM_BYTES, Entry, make_header
 from parallax.errors import ConfigError
 from parallax.models.hugging_face import hugging_face_tensors
 
-WEIGHT = ""  # the kind of source that is the parameter itself
 UNIT_BYTES = 32 << 20  # put together at once; large enough for the disk and the network, small beside a model
 ROUND_BYTES = 128 << 20  # that one rank sends and puts together between two waits
 FILES = 32  # that a large model is divided into, unless this makes them smaller or larger than
 MIN_FILE_BYTES, MAX_FILE_BYTES = 16 << 20, 4 << 30
-
-Key = tuple[str, str]  # parameter, kind
-
-
-@dataclass(frozen=True)
-class Share:
-    """Elements [start, stop) of the flat local tensor of a source on `rank`."""
-
-    rank: int
-    holding: Holding
-    start: int
-    stop: int
-
-
-@dataclass
-class Source:
-    dtype: str
-    shape: tuple[int, ...]
-    shares: list[Share] = field(default_factory=list)
-
-
-Sources = dict[Key, Source]
-
-
-def describe(parts: CheckpointParts) -> list[Any]:
-    """Return what this rank holds, as JSON: one row per parameter."""
-    rows = []
-    for name, parameter, facts in parts.parameters:
-        holding = holding_of(facts, tuple(parameter.shape))
-        kinds: dict[str, str] = {}
-        pieces = []
-        for piece in parts.optimizer.pieces(name) if parts.optimizer else ():
-            kinds |= {kind: DTYPE_NAMES[tensor.dtype] for kind, tensor in piece.tensors.items()}
-            pieces.append([piece.start, piece.stop])
-        if kinds.get("main_param") == DTYPE_NAMES[parameter.dtype]:
-            del kinds["main_param"]  # then it is the parameter, bit for bit
-        numbers = [holding.rows, holding.full_columns, holding.local_columns]
-        numbers += [holding.held_columns, holding.first_column]
-        rows.append([name, DTYPE_NAMES[parameter.dtype], list(facts.full_shape), numbers, kinds, pieces])
-    return rows
-
-
-def collect(rows_of_ranks: Sequence[list[Any]]) -> Sources:
-    """Return every source of the run from what the ranks hold, in rank order."""
-    sources: Sources = {}
-    for rank, rows in enumerate(rows_of_ranks):
-        for name, dtype, shape, numbers, kinds, pieces in rows:
-            holding = Holding(*numbers)
-            ranges = {WEIGHT: [[0, holding.rows * holding.local_columns]], **dict.fromkeys(kinds, pieces)}
-            for kind, dtype_name in ((WEIGHT, dtype), *kinds.items()):
-                source = sources.setdefault((name, kind), Source(dtype_name, tuple(shape)))
-                assert (source.dtype, source.shape) == (dtype_name, tuple(shape)), f"{name}: the ranks disagree"
-                source.shares += [Share(rank, holding, start, stop) for start, stop in ranges[kind]]
-    return sources
 
 
 @dataclass(frozen=True)
@@ -113,20 +59,22 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Move:
-    """A box that `share`'s rank has and the writer puts into buffer number `index` of the unit."""
+    """A box that the rank `sender` has of a share, and the writer puts into buffer number `index` of the unit."""
 
     index: int
+    sender: int
     share: Share
     block: Block
 
 
 @dataclass
 class Unit:
-    """Boxes of sources that are put together on `file.writer`; a part of one target, or all of it."""
+    """Boxes of sources that are put together on `file.writer`; a part of one target, or all of it. shapes: of those sources."""
 
     file: FilePlan
     target: Target
     boxes: list[tuple[Key, Box]]
+    shapes: list[tuple[int, ...]]
     moves: list[Move]
 
     @property
@@ -137,9 +85,13 @@ class Unit:
         """Return what each rank has to send for this unit, and the writer to put together."""
         counts = Counter({self.file.writer: self.num_bytes})
         for move in self.moves:
-            if move.share.rank != self.file.writer:
-                counts[move.share.rank] += move.block.box.size * ITEM_BYTES[self.target.dtype]
+            if move.sender != self.file.writer:
+                counts[move.sender] += move.block.box.size * ITEM_BYTES[self.target.dtype]
         return counts
+
+    def concerns(self, rank: int) -> bool:
+        """Return whether `rank` sends a part of this unit or puts it together."""
+        return self.file.writer == rank or any(move.sender == rank for move in self.moves)
 
 
 def model_targets(parts: CheckpointParts, sources: Sources) -> list[Target]:
@@ -200,7 +152,8 @@ def plan_files(groups: dict[str, Sequence[Target]], sources: Sources) -> list[Fi
     loads: Counter[int] = Counter()
     plans = {}
     for name, content in sorted(named, key=lambda item: -sum(target.num_bytes for target in item[1])):
-        holders = {share.rank for target in content for key in target.sources for share in sources[key].shares}
+        groups_of_ranks = {share.ranks for target in content for key in target.sources for share in sources[key].shares}
+        holders = {rank for ranks in groups_of_ranks for rank in ranks}
         writer = min(holders, key=lambda rank: (loads[rank], rank))
         loads[writer] += sum(target.num_bytes for target in content)
         header, entries = make_header([(target.name, target.dtype, target.shape) for target in content])
@@ -220,23 +173,24 @@ def units_of(file: FilePlan, sources: Sources) -> Iterator[Unit]:
             groups = [[(key, box)] for box in whole.chunks(UNIT_BYTES // ITEM_BYTES[target.dtype])]
         for boxes in groups:
             moves = [move for index, (key, box) in enumerate(boxes) for move in _moves(index, box, nearest[key], key)]
-            yield Unit(file, target, boxes, moves)
+            yield Unit(file, target, boxes, [sources[key].shape for key, _ in boxes], moves)
 
 
-def _nearest_shares(source: Source, writer: int) -> list[tuple[Share, list[Block]]]:
-    """Return, of shares that are equal, the one on the rank nearest to the writer, with its blocks."""
-    nearest: dict[tuple[Holding, int, int], Share] = {}
+def _nearest_shares(source: Source, writer: int) -> list[tuple[int, Share, list[Block]]]:
+    """Return, of shares that are equal, the one on the rank nearest to the writer: that rank, the share, its blocks."""
+    nearest: dict[tuple[Holding, int, int], tuple[int, Share]] = {}
     for share in source.shares:
         key = (share.holding, share.start, share.stop)
-        if key not in nearest or abs(share.rank - writer) < abs(nearest[key].rank - writer):
-            nearest[key] = share
-    return [(share, list(share.holding.blocks(share.start, share.stop))) for share in nearest.values()]
+        rank = share.nearest(writer)
+        if key not in nearest or abs(rank - writer) < abs(nearest[key][0] - writer):
+            nearest[key] = rank, share
+    return [(rank, share, list(share.holding.blocks(share.start, share.stop))) for rank, share in nearest.values()]
 
 
-def _moves(index: int, box: Box, shares: list[tuple[Share, list[Block]]], key: Key) -> list[Move]:
+def _moves(index: int, box: Box, shares: list[tuple[int, Share, list[Block]]], key: Key) -> list[Move]:
     moves = [
-        Move(index, share, part)
-        for share, blocks in shares
+        Move(index, sender, share, part)
+        for sender, share, blocks in shares
         for block in blocks
         if (part := block.within(box)) is not None
     ]

@@ -1,7 +1,8 @@
 """Write a checkpoint: all ranks together, each its files, into a folder that gets its name when it is complete.
 
+    all        say what they hold; plan who writes what
     rank 0     make step-N.partial, write config.json, tokenizer files, state.json
-    all        say what they hold; plan; round by round send parts to their writers, who append them to their files
+    all        round by round send parts to their writers, who append them to their files
     all        sync their files; say size and checksum of each, or what went wrong
     rank 0     write the index and the manifest, sync the folders, rename to step-N
 
@@ -15,35 +16,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
-from parallax.checkpoint.agreement import exchange_or_raise
+from parallax.checkpoint.agreement import Ranks, exchange_or_raise
 from parallax.checkpoint.files import HashingFile, hash_file, sync, write_file
+from parallax.checkpoint.holdings import gather_sources
 from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord
 from parallax.checkpoint.names import CONFIG, INDEX, MANIFEST, MODEL, OPTIMIZER, PARTIAL, STATE, step_name
 from parallax.checkpoint.parts import CheckpointParts
-from parallax.checkpoint.plan import (
-    FilePlan,
-    Sources,
-    collect,
-    describe,
-    model_targets,
-    optimizer_targets,
-    plan_files,
-    rounds,
-)
+from parallax.checkpoint.plan import FilePlan, Unit, model_targets, optimizer_targets, plan_files, rounds
 from parallax.checkpoint.retention import remove_leftovers
 from parallax.checkpoint.transfer import LocalTensors, transfer
 from parallax.collectives import barrier
 from parallax.errors import ConfigError
-from parallax.mesh import Mesh
 from parallax.models.hugging_face_config import to_hugging_face
 
 
-def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Mesh) -> Path:
+def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Ranks) -> Path:
     """Save the run as `folder/step-N` and return that path; called by all ranks, which all see the same file system.
 
     A checkpoint of the same step is replaced. Needs up to 300 MiB of memory beside what the run holds, or four times the
@@ -51,29 +44,68 @@ def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Mesh) -> P
 
     Raises ConfigError, the same on all ranks, when a rank cannot write; then nothing is left of the attempt.
     """
-    final = Path(folder) / step_name(step)
+    content = small_files(step, parts)  # on every rank, so that a state that is no JSON is every rank's error
+    return write(Path(folder), step, content, parts, make_plan(parts, mesh), LocalTensors(parts), mesh)
+
+
+@dataclass
+class SavePlan:
+    """Who writes what: all files, and what this rank sends or puts together in each round. The same for every step of a run."""
+
+    files: list[FilePlan]
+    rounds: list[list[Unit]]
+
+    def units(self) -> Iterator[Unit]:
+        """Yield all that concerns this rank."""
+        return (unit for units in self.rounds for unit in units)
+
+
+def make_plan(parts: CheckpointParts, ranks: Ranks) -> SavePlan:
+    """Return the plan of this rank; called by all ranks. Raises ConfigError on all if the model is not what its parts say."""
+    sources = gather_sources(parts, ranks)
+    model = model_targets(parts, sources)
+    optimizer = optimizer_targets(model, sources)
+    files = plan_files({f"{MODEL}/model": model, f"{OPTIMIZER}/optimizer": optimizer}, sources)
+    mine = [[unit for unit in units if unit.concerns(ranks.rank)] for units in rounds(files, sources)]
+    return SavePlan(files, [units for units in mine if units])
+
+
+def write(
+    folder: Path,
+    step: int,
+    content: Mapping[str, bytes],
+    parts: CheckpointParts,
+    plan: SavePlan,
+    local: LocalTensors,
+    ranks: Ranks,
+) -> Path:
+    """Write `folder/step-N` from tensors that stay as they are meanwhile; called by all ranks.
+
+    content: of the small files, by path. Of `parts` only the tokenizer is used. Raises ConfigError as `save` does.
+    """
+    final = folder / step_name(step)
     partial = final.with_name(final.name + PARTIAL)
-    small_files = _small_files(step, parts)  # on every rank, so that a state that is no JSON is every rank's error
-    writer = _Writer(partial, mesh)
+    writer = _Writer(partial, ranks)
     try:
-        if mesh.rank == 0:
-            writer.attempt(lambda: _begin(partial, small_files, parts))
-        files, sources = _plan(exchange_or_raise(writer.problems, describe(parts), mesh), parts)
-        writer.write_tensors(files, sources, parts)
-        rows = exchange_or_raise(writer.problems, writer.records, mesh)
-        if mesh.rank == 0:
+        if ranks.rank == 0:
+            writer.attempt(lambda: _begin(partial, content, parts))
+        exchange_or_raise(writer.problems, None, ranks)
+        writer.write_tensors(plan, local)
+        rows = exchange_or_raise(writer.problems, writer.records, ranks)
+        if ranks.rank == 0:
             records = {name: FileRecord(*pair) for row in rows for name, pair in row.items()}
-            writer.attempt(lambda: _commit(final, partial, step, files, records))
-        exchange_or_raise(writer.problems, None, mesh)
+            writer.attempt(lambda: _commit(final, partial, step, plan.files, records))
+        exchange_or_raise(writer.problems, None, ranks)
     except ConfigError:
-        if mesh.rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        barrier(mesh.world)  # who goes on from here may end the job, and the folder must be gone by then
+        barrier(ranks.world)  # who goes on from here may end the job, and the folder must be gone by then
         raise
     return final
 
 
-def _small_files(step: int, parts: CheckpointParts) -> dict[str, bytes]:
+def small_files(step: int, parts: CheckpointParts) -> dict[str, bytes]:
+    """Return the content of the files that are not tensors, by path; those of the tokenizer are left to it."""
     config = to_hugging_face(parts.config.resolved(), str(parts.dtype).removeprefix("torch."))
     if parts.tokenizer is not None:
         config |= {"bos_token_id": parts.tokenizer.bos_id, "eos_token_id": parts.tokenizer.eos_id}
@@ -88,7 +120,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def _begin(partial: Path, small_files: dict[str, bytes], parts: CheckpointParts) -> None:
+def _begin(partial: Path, small_files: Mapping[str, bytes], parts: CheckpointParts) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(partial.parent)
     for folder in (MODEL, OPTIMIZER):
@@ -100,18 +132,11 @@ def _begin(partial: Path, small_files: dict[str, bytes], parts: CheckpointParts)
         write_file(partial / name, content)
 
 
-def _plan(held: Sequence[list[Any]], parts: CheckpointParts) -> tuple[list[FilePlan], Sources]:
-    sources = collect(held)
-    model = model_targets(parts, sources)
-    optimizer = optimizer_targets(model, sources)
-    return plan_files({f"{MODEL}/model": model, f"{OPTIMIZER}/optimizer": optimizer}, sources), sources
-
-
 class _Writer:
     """One rank's writing: after its first failure it writes nothing more, but goes on taking part."""
 
-    def __init__(self, partial: Path, mesh: Mesh) -> None:
-        self._partial, self._mesh = partial, mesh
+    def __init__(self, partial: Path, ranks: Ranks) -> None:
+        self._partial, self._ranks = partial, ranks
         self._opened: dict[str, HashingFile] = {}
         self.problems: list[str] = []
         self.records: dict[str, tuple[int, str]] = {}  # size and checksum of each file of tensors
@@ -123,19 +148,17 @@ class _Writer:
                 action()
         except OSError as error:
             self.problems.append(
-                f"rank {self._mesh.rank} cannot write the checkpoint {self._partial} ({error.strerror or error}); "
+                f"rank {self._ranks.rank} cannot write the checkpoint {self._partial} ({error.strerror or error}); "
                 "give all ranks write access and enough room there, or another --out"
             )
 
-    def write_tensors(self, files: Sequence[FilePlan], sources: Sources, parts: CheckpointParts) -> None:
+    def write_tensors(self, plan: SavePlan, local: LocalTensors) -> None:
         """Take part in all rounds and write the files that the plan gives to this rank."""
-        local = LocalTensors(parts)
-        for units in rounds(files, sources):
-            for assembled in transfer(units, local, self._mesh):
-                content = assembled.content([sources[key].shape for key, _ in assembled.unit.boxes])
-                self.attempt(bind(self._append, assembled.unit.file, content))
-        for file in files:
-            if file.writer == self._mesh.rank:
+        for units in plan.rounds:
+            for assembled in transfer(units, local, self._ranks):
+                self.attempt(bind(self._append, assembled.unit.file, assembled.content()))
+        for file in plan.files:
+            if file.writer == self._ranks.rank:
                 self.attempt(bind(self._finish, file))
         for opened in self._opened.values():
             opened.abandon()

@@ -5,22 +5,30 @@ All that one rank sends another in a round goes as one message of bytes, so many
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from parallax.checkpoint.agreement import Ranks
+from parallax.checkpoint.holdings import WEIGHT
 from parallax.checkpoint.parts import DTYPES, CheckpointParts
-from parallax.checkpoint.plan import WEIGHT, Move, Unit
+from parallax.checkpoint.plan import Move, Unit
 from parallax.collectives import exchange
-from parallax.mesh import Mesh
+
+_FlatKey = tuple[str, str, int, int]  # parameter, kind, range of the rank's own flat tensor
+
+
+def _flat_key(unit: Unit, move: Move) -> _FlatKey:
+    name, kind = unit.boxes[move.index][0]
+    return name, kind, move.share.start, move.share.stop
 
 
 class LocalTensors:
     """The tensors of this rank, found by what the plan says of them."""
 
     def __init__(self, parts: CheckpointParts) -> None:
-        self._flat: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        self._flat: dict[_FlatKey, torch.Tensor] = {}
         for name, parameter, _ in parts.parameters:
             self._flat[name, WEIGHT, 0, parameter.numel()] = parameter.detach().view(-1)
             for piece in parts.optimizer.pieces(name) if parts.optimizer else ():
@@ -29,9 +37,33 @@ class LocalTensors:
 
     def part(self, unit: Unit, move: Move) -> torch.Tensor:
         """Return the box `[rows, columns]` of a move that this rank sends."""
-        name, kind = unit.boxes[move.index][0]
-        flat = self._flat[name, kind, move.share.start, move.share.stop]
-        return move.block.view(flat, origin=move.share.start)
+        return move.block.view(self._flat[_flat_key(unit, move)], origin=move.share.start)
+
+
+class Snapshot(LocalTensors):
+    """A copy, in this host's memory, of what this rank sends or writes of its tensors; its buffers are used again and again."""
+
+    def __init__(self, parts: CheckpointParts, units: Iterable[Unit], rank: int) -> None:
+        super().__init__(parts)
+        needed = {_flat_key(unit, move) for unit in units for move in unit.moves if move.sender == rank}
+        self._flat = {key: _host_buffer(tensor) for key, tensor in self._flat.items() if key in needed}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._flat.values())
+
+    @torch.no_grad()
+    def take(self, live: LocalTensors) -> None:
+        """Copy the tensors as they are; they may be changed as soon as this returns."""
+        for key, buffer in self._flat.items():
+            buffer.copy_(live._flat[key], non_blocking=True)
+        if any(tensor.is_cuda for tensor in live._flat.values()):
+            torch.cuda.current_stream().synchronize()
+
+
+def _host_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return buffer.zero_()  # touched once, so that the first copy does not wait for the kernel to find the memory
 
 
 @dataclass
@@ -50,11 +82,11 @@ class Assembled:
             part.column - whole.column : part.column - whole.column + columns,
         ]
 
-    def content(self, shapes: Sequence[tuple[int, ...]]) -> memoryview:
-        """Return the bytes to append to the file; shapes: of the unit's sources, for a target made of whole ones."""
+    def content(self) -> memoryview:
+        """Return the bytes to append to the file."""
         tensor = self.buffers[0]
         if self.unit.target.make is not None:
-            whole = [buffer.view(shape) for buffer, shape in zip(self.buffers, shapes, strict=True)]
+            whole = [buffer.view(shape) for buffer, shape in zip(self.buffers, self.unit.shapes, strict=True)]
             tensor = self.unit.target.make(whole)
         return _bytes_of(tensor).cpu().numpy().data
 
@@ -63,8 +95,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def transfer(units: Sequence[Unit], local: LocalTensors, mesh: Mesh) -> list[Assembled]:
-    """Return the units of a round that this rank writes, put together; called by all ranks of the mesh."""
+def transfer(units: Sequence[Unit], local: LocalTensors, mesh: Ranks) -> list[Assembled]:
+    """Return the units of a round that this rank writes, put together; called by all ranks."""
     outgoing: dict[int, list[torch.Tensor]] = {}
     incoming: dict[int, list[torch.Tensor]] = {}
     assembled = []
@@ -75,7 +107,7 @@ def transfer(units: Sequence[Unit], local: LocalTensors, mesh: Mesh) -> list[Ass
             buffers = [torch.empty(box.shape, dtype=dtype, device=mesh.device) for _, box in unit.boxes]
             assembled.append(Assembled(unit, buffers))
         for move in unit.moves:
-            sender = move.share.rank
+            sender = move.sender
             if sender == mesh.rank == writer:
                 assembled[-1].target(move).copy_(local.part(unit, move))
             elif sender == mesh.rank:
@@ -86,7 +118,7 @@ def transfer(units: Sequence[Unit], local: LocalTensors, mesh: Mesh) -> list[Ass
     return assembled
 
 
-def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], mesh: Mesh) -> None:
+def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], mesh: Ranks) -> None:
     """Send and receive lists of `[rows, columns]`, packed; the order in a pack is that of the plan on both sides."""
     packed = {rank: torch.cat([_bytes_of(part) for part in parts]).to(mesh.device) for rank, parts in outgoing.items()}
     sizes = {rank: [part.numel() * part.element_size() for part in parts] for rank, parts in incoming.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.checkpoint.agreement import together
+from parallax.checkpoint.background import BackgroundSaver
 from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.load import load, read_state
 from parallax.checkpoint.names import step_of
@@ -21,6 +22,7 @@ from parallax.checkpoint.save import save
 from parallax.collectives import gather_json
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
+from parallax.training.safety import SafetyOptions
 from parallax.training.state import TrainState
 
 # What this run is: its configuration and the fingerprints of its data and tokenizer; stored with each checkpoint.
@@ -130,31 +132,53 @@ def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of a run that is under way, as `fit` uses them; all methods are called by all ranks."""
+    """The checkpoints of a run that is under way, as `fit` uses them; all methods are called by all ranks.
+
+    safety: which checkpoints stay, and whether training goes on while one is written. say: tells notices, on one rank.
+    """
 
     def __init__(
-        self, root: Path, parts: CheckpointParts, identity: Identity, mesh: Mesh, *, keep: int = 0, keep_every: int = 0
+        self,
+        root: Path,
+        parts: CheckpointParts,
+        identity: Identity,
+        mesh: Mesh,
+        safety: SafetyOptions,
+        say: Callable[[str], None] = print,
     ) -> None:
         self._root, self._parts, self._identity, self._mesh = root, parts, identity, mesh
-        self._keep, self._keep_every = keep, keep_every
+        self._safety, self._say = safety, say
+        self._saver: BackgroundSaver | None = None
 
     def save(self, state: TrainState) -> None:
-        """Save the run as it is; raises ConfigError, the same on all ranks, if it cannot be written."""
+        """Save the run as it is; raises ConfigError, the same on all ranks, if this or the last one cannot be written."""
         self._parts.state = {"counters": state.to_dict(), "identity": self._identity}
-        save(self._root, state.step, self._parts, self._mesh)
-        if self._mesh.rank == 0:
-            self._remove_replaced(state.step)
+        if self._safety.sync_save:
+            save(self._root, state.step, self._parts, self._mesh)
+            if self._mesh.rank == 0:
+                self._remove_replaced(state.step)
+            return
+        if self._saver is None:
+            self._saver = BackgroundSaver(self._root, self._parts, self._mesh, after=self._remove_replaced)
+            self._say(f"saving         takes up to {self._saver.peak_bytes / 2**20:,.0f} MiB more memory on a rank")
+        if self._saver.is_busy:
+            self._say(
+                "waiting        for the checkpoint before, which is still being written; --save-every is too often"
+            )
+        self._saver.save(state.step)
+
+    def finish(self) -> None:
+        """Return when what was begun is on the disk; raises ConfigError, the same on all ranks, if it cannot be written."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def _remove_replaced(self, newest_step: int) -> None:
         """Remove what `newest_step`, which is complete, makes needless; what cannot be removed stays, with a notice."""
         try:
-            for path in replaced_checkpoints(self._root, self._keep, self._keep_every, newest_step):
+            for path in replaced_checkpoints(self._root, self._safety.keep, self._safety.keep_every, newest_step):
                 remove_checkpoint(path)
         except OSError as error:
             print(f"parallax: an old checkpoint stays, since it cannot be removed: {error}", file=sys.stderr)
-
-    def finish(self) -> None:
-        """Return when what was begun is on the disk."""
 
     def restore(self) -> tuple[Path, TrainState] | None:
         """Bring back the newest good checkpoint of this run; None if there is none, then nothing is changed."""

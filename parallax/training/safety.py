@@ -23,6 +23,9 @@ class SafetyOptions:
     keep_every: Annotated[int, named("keep-every", metavar="STEPS")] = 0
     """Keep also, for good, every checkpoint of a step that is a multiple of this; 0: none beside the newest."""
 
+    sync_save: bool = False
+    """Stop training until a checkpoint is on the disk, instead of for the copy in memory only; needs less memory."""
+
     exit_after: Annotated[
         float | None, named("exit-after", "exit-duration-in-mins", metavar="MINUTES", default="no limit")
     ] = None

@@ -1,11 +1,13 @@
 """Who writes what: layout-independent files, balanced writers, bounded rounds; for layouts far larger than this machine."""
 
+import json
 from collections import Counter
 
 import pytest
 import torch
 
 from parallax.checkpoint import plan
+from parallax.checkpoint.holdings import Share, Source, Sources, collect, describe
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.mesh import Layout, plan_mesh
 from parallax.models.config import DecoderConfig
@@ -14,21 +16,26 @@ from parallax.tensor_parallel.facts import named_parameters_with_facts
 from tests.checkpoint.runs import GPT2, LLAMA, TIED
 
 
-def described(layout: Layout, config: DecoderConfig) -> tuple[CheckpointParts, plan.Sources]:
+def described(layout: Layout, config: DecoderConfig) -> tuple[CheckpointParts, Sources]:
     """Return rank 0's parts and what all ranks of a layout hold, without processes; one layer per stage at least."""
-    rows, first = [], None
+    parameters: dict[str, list] = {}
+    pieces: dict[str, list] = {}
+    first = None
     for rank in range(layout.world_size):
         mesh = plan_mesh(layout, rank)
         layers = range(config.num_hidden_layers)[mesh.pp_rank :: layout.pp]
         stage = DecoderStage(config, StageSpec(layers, mesh.pp_rank, layout.pp), tp=mesh.tp)
         parts = CheckpointParts(config, list(named_parameters_with_facts(stage)))
         first = first or parts
-        rows.append(plan.describe(parts))
+        for tables, table in zip((parameters, pieces), describe(parts), strict=True):
+            tables.setdefault(json.dumps(table), []).append(rank)
     assert first is not None
-    return first, plan.collect(rows)
+    return first, collect(
+        *({tuple(ranks): json.loads(table) for table, ranks in t.items()} for t in (parameters, pieces))
+    )
 
 
-def planned(layout: Layout, config: DecoderConfig) -> tuple[list[plan.FilePlan], plan.Sources]:
+def planned(layout: Layout, config: DecoderConfig) -> tuple[list[plan.FilePlan], Sources]:
     parts, sources = described(layout, config)
     return plan.plan_files({"model/model": plan.model_targets(parts, sources)}, sources), sources
 
@@ -71,14 +78,20 @@ def test_writers_share_the_bytes_and_the_whole_model_is_on_none(monkeypatch: pyt
 def test_what_the_writer_has_itself_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     files, sources = planned(Layout(dp=8), LLAMA)
     moves = [(move, unit) for units in plan.rounds(files, sources) for unit in units for move in unit.moves]
-    assert moves and all(move.share.rank == unit.file.writer for move, unit in moves)
+    assert moves and all(move.sender == unit.file.writer for move, unit in moves)
 
 
 def test_a_writer_holds_a_part_of_what_it_writes() -> None:
     for layout in (Layout(pp=3), Layout(pp=3, tp=2)):
         files, sources = planned(layout, TIED)
         for file in files:
-            ranks = {share.rank for target in file.targets for key in target.sources for share in sources[key].shares}
+            ranks = {
+                rank
+                for target in file.targets
+                for key in target.sources
+                for share in sources[key].shares
+                for rank in share.ranks
+            }
             assert file.writer in ranks
 
 
@@ -86,7 +99,7 @@ def test_wide_types_come_first_in_a_file_so_that_all_are_aligned() -> None:
     targets = [
         plan.Target(name, dtype, (3,), ((name, ""),)) for name, dtype in (("a", "BF16"), ("b", "F32"), ("c", "BF16"))
     ]
-    sources = {(t.name, ""): plan.Source(t.dtype, t.shape, [plan.Share(0, None, 0, 3)]) for t in targets}  # type: ignore[arg-type]
+    sources = {(t.name, ""): Source(t.dtype, t.shape, [Share((0,), None, 0, 3)]) for t in targets}  # type: ignore[arg-type]
     (file,) = plan.plan_files({"model/model": targets}, sources)
     assert [target.name for target in file.targets] == ["b", "a", "c"]
     assert all(entry.offset % {"F32": 4, "BF16": 2}[entry.dtype] == 0 for entry in file.entries.values())
@@ -96,5 +109,5 @@ def test_a_main_param_of_the_parameters_own_type_is_not_stored_again() -> None:
     from tests.checkpoint.runs import build_parts, single_process_mesh
 
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, ["main_param"])):
-        rows = plan.describe(build_parts(single_process_mesh(), LLAMA, zero=0, seed=1, dtype=dtype))
-        assert all(sorted(row[4]) == ["exp_avg", "exp_avg_sq", *expected] for row in rows)
+        _, rows = describe(build_parts(single_process_mesh(), LLAMA, zero=0, seed=1, dtype=dtype))
+        assert rows and all(sorted(row[1]) == ["exp_avg", "exp_avg_sq", *expected] for row in rows)
