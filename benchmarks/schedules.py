@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("efficiency", "links", "overlap", "all"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slower", type=float, default=1.0, help="multiply all times, for a machine that is busy")
     parser.add_argument("--only", help="schedules, with commas between", default="")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -98,13 +99,20 @@ def efficiency(options: argparse.Namespace) -> list[dict[str, Any]]:
     from parallax.pipeline.schedules import ALL_SCHEDULES
 
     names = [name for name in ALL_SCHEDULES if not options.only or name in options.only.split(",")]
-    contestants = [["parallax", name, m, {}] for m in (8, 16) for name in names]
-    contestants += [["torch", name, m, {}] for m in (8, 16) for name in TORCH_SCHEDULES]
+    task = slower(options.slower)
+    contestants = [["parallax", name, m, task] for m in (8, 16) for name in names]
+    contestants += [["torch", name, m, task] for m in (8, 16) for name in TORCH_SCHEDULES]
     rows = []
     for who, name, m, _, seconds in run({"pp": RANKS, "contestants": contestants, "rounds": options.rounds}):
-        rows.append(row(who, name, m, median(seconds), simulated(name, m, Task())))
-    show(f"efficiency: {RANKS} ranks, F = I = W = 20 ms for a rank's share, loopback", rows)
+        rows.append(row(who, name, m, median(seconds), simulated(name, m, Task(**task))))
+    show(f"efficiency: {RANKS} ranks, F = I = W = {20 * options.slower:g} ms for a rank's share, loopback", rows)
     return rows
+
+
+def slower(factor: float, **more: int) -> dict[str, float]:
+    """Return what a task changes when everything takes `factor` times as long."""
+    times = {name: 0.020 * factor for name in ("forward", "input_gradient", "weight_gradient")}
+    return {**times, **more}
 
 
 def row(who: str, name: str, micro_batches: int, measured: float, theory: float) -> dict[str, Any]:
@@ -129,8 +137,8 @@ def links(options: argparse.Namespace) -> list[dict[str, Any]]:
     from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Task
     from benchmarks.pipeline.links import namespaces
 
-    sizes = {"rows": 16, "width": 1024}  # 64 KiB
-    task, rate = Task(**sizes), Task(**sizes).message_bytes * 8 / 0.010
+    sizes = slower(options.slower, rows=16, width=1024)  # 64 KiB
+    task, rate = Task(**sizes), Task(**sizes).message_bytes * 8 / (0.010 * options.slower)
     contestants = [["parallax", name, 8, sizes] for name in ("1f1b", "1f1b-eager", "zb-h1", "dualpipe")]
     contestants += [["torch", name, 8, sizes] for name in TORCH_SCHEDULES]
     plan = {"pp": RANKS, "contestants": contestants, "rounds": options.rounds}
@@ -138,29 +146,36 @@ def links(options: argparse.Namespace) -> list[dict[str, Any]]:
     for who, name, m, _, seconds in run(plan, namespaces, rate):
         theory = simulated(name, m, task, message_bytes=task.message_bytes, bandwidth=rate / 8)
         rows.append(row(who, name, m, median(seconds), theory))
-    show(f"links: as above, messages of 64 KiB at {rate / 1e6:.0f} Mbit/s take 10 ms", rows)
+    show(f"links: as above, messages of 64 KiB at {rate / 1e6:.0f} Mbit/s take half a forward", rows)
     return rows
 
 
 def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What of the communication is hidden: of pp's messages with 4 stages, of tp's sums with 2 stages of 2 ranks.
+    """Show what of the communication is hidden: of pp's messages with 4 stages, of tp's sums with 2 stages of 2 ranks.
 
     A micro-batch takes a rank 60 ms of computing and 20 ms of communication: two messages of 10 ms, or four sums of 5 ms.
-    Hidden is what the limit of the links does not add to the step.
+    Hidden is what the limit of the links does not add to the step. The stages of 1F1B are not cut, so their sums are waited for;
+    our layers hide those of the backward behind their weights' gradients.
     """
     from benchmarks.pipeline.contestants import Task
     from benchmarks.pipeline.links import namespaces
 
-    sizes = {"rows": 16, "width": 1024}
+    sizes, factor = slower(options.slower, rows=16, width=1024), options.slower
     bits = Task(**sizes).message_bytes * 8
-    kinds = {"messages": (4, 1, sizes, bits / 0.010), "tp sums": (2, 2, sizes | {"cuts": 2}, bits / 0.005)}
+    kinds = {
+        "messages": (4, 1, sizes, bits / (0.010 * factor)),
+        "tp sums": (2, 2, sizes | {"cuts": 2}, bits / (0.005 * factor)),
+    }
     rows, micro_batches = [], 16
     for kind, (pp, tp, changes, rate) in kinds.items():
-        contestants = [["parallax", name, micro_batches, changes] for name in ("1f1b", "dualpipe", "dualpipev")]
+        names = [
+            name for name in ("1f1b", "dualpipe", "dualpipev") if not options.only or name in options.only.split(",")
+        ]
+        contestants = [["parallax", name, micro_batches, changes] for name in names]
         plan = {"pp": pp, "tp": tp, "contestants": contestants, "rounds": options.rounds}
         free, limited = run(plan, namespaces, None), run(plan, namespaces, rate)
         for (_, name, m, _, without), (*_, with_limit) in zip(free, limited, strict=True):
-            communication = m * 0.020
+            communication = m * 0.020 * factor
             added = median(with_limit) - median(without)
             rows.append(
                 {

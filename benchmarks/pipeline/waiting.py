@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallax.collectives import Pending, all_reduce_start
+from parallax.collectives import copy_to, reduce_from
 from parallax.mesh import Group
-from parallax.tensor_parallel.segments import Arriving, Segment
+from parallax.tensor_parallel.segments import Segment, into_columns, merged, out_of_rows
 from parallax.tensor_parallel.weight_gradients import WeightSink
 
 _LATE = 0.0002  # seconds by which sleep() may be late: so much before the end a wait begins to watch the clock
@@ -91,7 +91,8 @@ class _WaitingSink(WeightSink):
 class WaitingStage(nn.Module):
     """`[rows, width]` to the same shape. sinks: let a queue put off the weight's half, as our executor does.
 
-    tp: sum the output over this group in each of `cuts` segments of the forward, and the gradient in each of the backward.
+    tp: the stage is `cuts` blocks that communicate as tensor-parallel ones do: the forward sums their outputs over this group,
+        the backward the gradients of their inputs.
     """
 
     def __init__(self, times: Times, width: int, sinks: bool = False, tp: Group | None = None, cuts: int = 1) -> None:
@@ -106,9 +107,7 @@ class WaitingStage(nn.Module):
         if not input.requires_grad and torch.is_grad_enabled():
             input = input.detach().requires_grad_()  # the first stage is to take as long as the others
         for weight in self.weights:
-            input = self._compute(weight, input)
-            if self.tp is not None:
-                input = _Sum.apply(input, self.tp)
+            input = reduce_from(self._compute(weight, copy_to(input, self.tp)), self.tp)
         return input
 
     def _compute(self, weight: nn.Parameter, input: torch.Tensor) -> torch.Tensor:
@@ -117,39 +116,15 @@ class WaitingStage(nn.Module):
         return _ThroughInput.apply(input, self.times, part, began) + others
 
     def segments(self) -> list[Segment]:
-        def segment(weight: nn.Parameter) -> Segment:
-            def compute(tensor: torch.Tensor) -> tuple[torch.Tensor]:
-                return (self._compute(weight, tensor),)
-
-            return Segment(compute, self._sum, self._sum) if self.tp is not None else Segment(compute)
-
-        return [segment(weight) for weight in self.weights]
-
-    def _sum(self, tensor: torch.Tensor) -> Arriving:
-        return _Summed(tensor.clone().div_(self.tp.size), self.tp)  # type: ignore[union-attr]
-
-
-class _Sum(torch.autograd.Function):
-    """The mean over tp, forward and backward: as much communication as the pair of conjugates, in one place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return _Summed(tensor / tp.size, tp).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Summed(gradient / ctx.tp.size, ctx.tp).wait(), None
-
-
-class _Summed:
-    def __init__(self, tensor: torch.Tensor, tp: Group) -> None:
-        self.tensor = tensor
-        self.pending: Pending = all_reduce_start(tensor, tp)
-
-    def wait(self) -> torch.Tensor:
-        self.pending.wait()
-        return self.tensor
+        """Return the same computation cut where it communicates."""
+        blocks = [
+            (
+                into_columns(lambda tensor: (tensor,), self.tp, False),
+                out_of_rows(lambda tensor, weight=weight: (self._compute(weight, tensor),), self.tp, False),
+            )
+            for weight in self.weights
+        ]
+        return [segment for block in blocks for segment in block]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +143,6 @@ class PipelineFunction:
     def segments(self, micro_batch: int) -> Sequence[Segment]:
         segments = self.stage.segments()
         if self.is_first:
-            compute: Callable[..., tuple[torch.Tensor, ...]] = segments[0].compute
-            first = Segment(
-                lambda _: compute(torch.ones(self.shape, requires_grad=True)), segments[0].forward, segments[0].backward
-            )
-            segments[0] = first
-        if self.is_last:
-            segments.append(Segment(lambda tensor: (tensor.sum(),)))
-        return segments
+            segments.insert(0, Segment(lambda _: (torch.ones(self.shape, requires_grad=True),)))
+        segments.append(Segment(lambda tensor: (tensor.sum() if self.is_last else tensor,)))
+        return merged(segments)
