@@ -140,7 +140,7 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.00390625"),
         ("--warmup-steps 101", 1, "--warmup-steps 101 must be between 0 and the 100 steps"),
         ("--lr-schedule constant --min-lr 0", 1, "--min-lr has no effect with --lr-schedule constant"),
-        ("--zero 2", 1, "--zero 2 is unknown; use 0 or 1"),
+        ("--zero 7", 1, "--zero 7 is unknown; use 0, 1 or 2"),
         ("--clip-grad -1", 1, "--clip-grad -1.0 must be 0, which turns it off"),
         ("--seed -1", 1, "--seed -1 must be between 0"),
         ("--eval-every -1", 1, "--eval-every -1 must be 0, which turns it off, or more"),

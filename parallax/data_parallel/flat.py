@@ -36,7 +36,10 @@ class BucketGroups:
 
 @dataclass(frozen=True)
 class GradientTypes:
-    """main: of gradients where they are summed over micro-batches. wire: as they are sent. None: fp32, or fp64 if that is wider."""
+    """Types of gradients; None: the main parameters', fp32 or fp64.
+
+    main: where they are summed over micro-batches. wire: as they are sent; sums over ranks are at least fp32.
+    """
 
     main: torch.dtype | None = None
     wire: torch.dtype | None = None

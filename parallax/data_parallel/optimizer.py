@@ -1,22 +1,22 @@
-"""AdamW on the slices of the buckets that are kept on this rank.
+"""The optimizer on the slices of the buckets that are kept on this rank.
 
-torch's fused AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) does the arithmetic; it sees one flat tensor for the part
-of a slice that decays and one for the part that does not. The moments are cut up by parameter only when a checkpoint asks:
-neither buckets nor ZeRO show in what is saved.
+Each bucket is updated by the rule that its key names (`parallax.data_parallel.rules`): one flat tensor for the part of a slice
+that decays and one for the part that does not. States are cut up by parameter only when a checkpoint asks: neither buckets
+nor ZeRO show in what is saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-# The class torch.optim.AdamW would do as well, but making one imports torch's compiler: 1.2 seconds in every process.
-from torch.optim.adamw import adamw
-
 from parallax.data_parallel.bucket import GradientBuckets
-from parallax.data_parallel.flat import Bucket
+from parallax.data_parallel.flat import GradientTypes
+from parallax.data_parallel.options import OptimizerOptions, used_momentum
+from parallax.data_parallel.rules import SGD, AdamW, Region, Rule, Update, make_regions
+from parallax.tensor_parallel.facts import ParameterFacts
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class StatePiece:
     """The part of one parameter's optimizer state that is kept on this rank.
 
     It is the flat range [start, stop) of the local parameter (tp-sharded, padded, row-major). tensors: "exp_avg",
-    "exp_avg_sq" and, if the parameter is not its own, "main_param"; live views `[stop - start]`, to be copied before the
-    next step by who saves them and overwritten in place by who loads them.
+    "exp_avg_sq" or "momentum_buffer", as its rule says, and, if the parameter is not its own, "main_param"; live views
+    `[stop - start]`, to be copied before the next step by who saves them and overwritten in place by who loads them.
     """
 
     start: int
@@ -33,68 +33,33 @@ class StatePiece:
     tensors: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class _Region:
-    """Elements [start, stop) of a bucket, all kept here, that decay alike; the tensors are flat views or states of them."""
-
-    bucket: Bucket
-    start: int
-    stop: int
-    decays: bool
-    main_param: torch.Tensor
-    main_grad: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    step: torch.Tensor
-
-    def piece(self, offset: int, stop: int) -> StatePiece | None:
-        """Return what lies here of the parameter at [offset, stop) of the bucket."""
-        first, last = max(offset, self.start), min(stop, self.stop)
-        if first >= last:
-            return None
-        here = slice(first - self.start, last - self.start)
-        tensors = {"exp_avg": self.exp_avg[here], "exp_avg_sq": self.exp_avg_sq[here]}
-        if self.bucket.has_own_main_params:
-            tensors["main_param"] = self.main_param[here]
-        return StatePiece(first - offset, last - offset, tensors)
+def _piece(region: Region, offset: int, stop: int) -> StatePiece | None:
+    """Return what lies in a region of the parameter at [offset, stop) of its bucket."""
+    first, last = max(offset, region.start), min(stop, region.stop)
+    if first >= last:
+        return None
+    here = slice(first - region.start, last - region.start)
+    tensors = {name: state[here] for name, state in region.states.items()}
+    if region.bucket.has_own_main_params:
+        tensors["main_param"] = region.main_param[here]
+    return StatePiece(first - offset, last - offset, tensors)
 
 
-def _regions(bucket: Bucket) -> Iterator[_Region]:
-    plan, kept = bucket.plan, bucket.kept
-    for first, last, decays in ((0, plan.decay_stop, True), (plan.decay_stop, plan.size, False)):
-        start, stop = max(first, kept.start), min(last, kept.stop)
-        if start < stop:
-            main_param = bucket.main_params[start - kept.start : stop - kept.start]
-            yield _Region(
-                bucket,
-                start,
-                stop,
-                decays,
-                main_param=main_param,
-                main_grad=bucket.grad(slice(start, stop)),
-                exp_avg=torch.zeros_like(main_param),
-                exp_avg_sq=torch.zeros_like(main_param),
-                step=torch.zeros((), dtype=torch.float32, device=main_param.device),
-            )
+class ShardedOptimizer:
+    """An optimizer sharded as the buckets are.
 
-
-class ShardedAdamW:
-    """AdamW with decoupled weight decay on what decays, sharded as the buckets are.
-
-    betas: decay rates of the two moments. eps: added to the root of the second moment.
+    rules: by the names in the buckets' keys. moment_dtype: of the states that rules keep; None: the main parameters'.
     """
 
     def __init__(
-        self,
-        buckets: GradientBuckets,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        self, buckets: GradientBuckets, rules: Mapping[str, Rule], moment_dtype: torch.dtype | None = None
     ) -> None:
         self.buckets = buckets
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self._regions = [region for bucket in buckets.buckets for region in _regions(bucket)]
+        self._rules = dict(rules)
+        self._regions: dict[str, list[Region]] = {name: [] for name in rules}
+        for bucket in buckets.buckets:
+            name = bucket.plan.key.rule
+            self._regions[name] += make_regions(bucket, rules[name].states, moment_dtype)
         self._step_count = 0
 
     @property
@@ -105,8 +70,9 @@ class ShardedAdamW:
     @step_count.setter
     def step_count(self, steps: int) -> None:
         self._step_count = steps
-        for region in self._regions:
-            region.step.fill_(steps)
+        for regions in self._regions.values():
+            for region in regions:
+                region.step.fill_(steps)
 
     @torch.no_grad()
     def step(
@@ -121,28 +87,9 @@ class ShardedAdamW:
         skip: fp32 scalar there, the same on all ranks; 1 leaves parameters and states as they are, and `take_back_count`
             is to be called once that is known here. Nothing waits for its value.
         """
-        # The kernel divides gradients by a scale as it reads them, so clipping takes no pass of its own.
-        scale = None if clip_coefficient is None else clip_coefficient.reciprocal().float()
-        for decays in (True, False):
-            regions = [region for region in self._regions if region.decays == decays]
-            adamw(
-                [region.main_param for region in regions],
-                [region.main_grad for region in regions],
-                [region.exp_avg for region in regions],
-                [region.exp_avg_sq for region in regions],
-                [],
-                [region.step for region in regions],
-                fused=True,
-                grad_scale=scale,
-                found_inf=skip,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=learning_rate,
-                weight_decay=self.weight_decay if decays else 0.0,
-                eps=self.eps,
-                maximize=False,
-            )
+        update = Update(learning_rate, clip_coefficient, skip)
+        for name, rule in self._rules.items():
+            rule.update(self._regions[name], update)
         self._step_count += 1
         self.buckets.spread_parameters()
 
@@ -153,9 +100,50 @@ class ShardedAdamW:
     def pieces(self, name: str) -> list[StatePiece]:
         """Return what this rank keeps of the state of the parameter `name`; nothing if other holders keep all of it."""
         pieces = (
-            region.piece(place.offset, place.stop)
-            for region in self._regions
+            _piece(region, place.offset, place.stop)
+            for regions in self._regions.values()
+            for region in regions
             for place in region.bucket.plan.places
             if place.name == name
         )
         return [piece for piece in pieces if piece is not None]
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """AdamW for all parameters; see `rules.AdamW`."""
+
+    def __init__(
+        self,
+        buckets: GradientBuckets,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(buckets, {"adamw": AdamW(betas, eps, weight_decay)})
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def rule_of(options: OptimizerOptions) -> Callable[[ParameterFacts], str]:
+    """Return what names the rule that updates a parameter, given its facts."""
+    return lambda facts: options.optimizer
+
+
+def make_optimizer(buckets: GradientBuckets, options: OptimizerOptions) -> ShardedOptimizer:
+    """Return the optimizer that the options ask for; its buckets were made with their `rule_of`."""
+    adamw = AdamW((options.beta1, options.beta2), options.eps, options.weight_decay)
+    rules: dict[str, Rule] = {"adamw": adamw}
+    if options.optimizer == "sgd":
+        rules = {"sgd": SGD(used_momentum(options), options.weight_decay)}
+    narrow = options.moment_dtype != "fp32"
+    return ShardedOptimizer(buckets, rules, _DTYPES[options.moment_dtype] if narrow else None)
+
+
+def gradient_types(options: OptimizerOptions) -> GradientTypes:
+    """Return the types of gradients that the options ask for."""
+    main, wire = (
+        None if name == "fp32" else _DTYPES[name] for name in (options.main_grad_dtype, options.grad_reduce_dtype)
+    )
+    return GradientTypes(main, wire)

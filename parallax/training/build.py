@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
-from parallax.data_parallel.optimizer import ShardedAdamW
+from parallax.data_parallel.optimizer import gradient_types, make_optimizer, rule_of
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
@@ -58,19 +58,22 @@ def build_train_step(
             named.setdefault(entry[0], entry)
     parameters = list(named.values())
     used = {index: list(stage.parameters()) for index, stage in stages.items()}
-    buckets = GradientBuckets(parameters, mesh, zero=optimizer.zero, stages=used)
+    buckets = GradientBuckets(
+        parameters,
+        mesh,
+        zero=optimizer.zero,
+        zero_group=optimizer.zero_group,
+        stages=used,
+        types=gradient_types(optimizer),
+        rule=rule_of(optimizer),
+    )
     length = training.seq_len // mesh.layout.tp if sequence_parallel else training.seq_len
     spec = ActivationSpec((training.micro_batch, length, model.hidden_size), DTYPES[training.precision])
     return TrainStep(
         StageRunner(stages, objective, schedule, spec, mesh),
         parameters,
         buckets,
-        ShardedAdamW(
-            buckets,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        ),
+        make_optimizer(buckets, optimizer),
         mesh,
         optimizer.clip_grad,
         Judge(mesh.device, spike_factor),

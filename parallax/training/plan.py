@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from parallax.data_parallel.options import OptimizerOptions
+from parallax.data_parallel.optimizer import rule_of
+from parallax.data_parallel.options import OptimizerOptions, num_moments
 from parallax.data_parallel.plan import (
     BucketKey,
     BucketPlan,
@@ -37,7 +38,7 @@ from parallax.pipeline.simulator import simulate
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 from parallax.tensor_parallel.vocabulary import padded_vocab_size
 from parallax.training.memory import (
-    FP32_BYTES,
+    ELEMENT_BYTES,
     Memory,
     Shapes,
     StateTypes,
@@ -183,15 +184,16 @@ def rank_buckets(
     rank = layout.global_rank(pp=pp_rank)
     tp = Group("tp", layout.ranks_along(["tp"], rank), 0) if layout.tp > 1 else None
     stages = shape_stages(config, layers, holders, pp_rank, tp=tp, sequence_parallel=sequence_parallel)
+    rule = rule_of(optimizer)
     units = units_of(optimizer.zero, {index: list(stage.parameters()) for index, stage in stages.items()}, {})
     # Lists of holders are long: one for each kind of parameter.
-    keys: dict[tuple[Replicas, bool, tuple[str, ...]], BucketKey] = {}
+    keys: dict[tuple[Replicas, bool, tuple[str, ...], str], BucketKey] = {}
     sizes: dict[str, ParameterSize] = {}
     for stage in stages.values():
         for name, parameter, facts in named_parameters_with_facts(stage):
-            kind = facts.replicas, facts.partial, units.get(parameter, ())
+            kind = facts.replicas, facts.partial, units.get(parameter, ()), rule(facts)
             if kind not in keys:
-                keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype), kind[2])
+                keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype), *kind[2:])
             sizes.setdefault(name, ParameterSize(name, parameter.numel(), keys[kind], facts.decays))
     plans = plan_buckets(list(sizes.values()))
     levels = {
@@ -210,9 +212,12 @@ def rank_memory(
     optimizer: OptimizerOptions,
 ) -> Memory:
     """Return what a rank at a position in the pipeline holds at the fullest moment of a step."""
-    types = StateTypes(shapes.precision)
+    types = {
+        rule: StateTypes(shapes.precision, optimizer.main_grad_dtype, optimizer.moment_dtype, count)
+        for rule, count in num_moments(optimizer).items()
+    }
     states = [
-        model_state_bytes(bucket.size, optimizer.zero, len(levels.inner), len(levels.across), types)
+        model_state_bytes(bucket.size, optimizer.zero, len(levels.inner), len(levels.across), types[bucket.key.rule])
         for bucket, levels in buckets
     ]
     weights, gradients, moments = (sum(column) for column in zip(*states, strict=True))
@@ -276,7 +281,7 @@ def _bucket_traffic(
         completed = [f"stage {action.stage}" for action in schedule.actions_of(pp_rank) if action.kind in ("B", "W")]
         times = sum(stage in bucket.key.unit for stage in completed)
     gradients = times * over_inner + over_across + over_copies
-    return gradients * FP32_BYTES + (over_inner + over_across) * shapes.element
+    return gradients * ELEMENT_BYTES[optimizer.grad_reduce_dtype] + (over_inner + over_across) * shapes.element
 
 
 def _gathers(shapes: Shapes, num_layers: int, stage: int, num_stages: int) -> int:

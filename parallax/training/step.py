@@ -21,7 +21,7 @@ import torch
 from parallax.collectives import all_reduce_
 from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
-from parallax.data_parallel.optimizer import ShardedAdamW
+from parallax.data_parallel.optimizer import ShardedOptimizer
 from parallax.mesh import Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.packed_rows import PackedRows
@@ -30,6 +30,7 @@ from parallax.pipeline.executor import BackwardListener, PipelineExecutor
 from parallax.pipeline.lower import Program
 from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.transport import ActivationSpec
+from parallax.tensor_parallel.precision import Fp8State
 from parallax.tensor_parallel.segments import Segment, merged
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
 from parallax.training.faults import Judge
@@ -163,10 +164,11 @@ class TrainStep:
     runner: StageRunner
     parameters: list[NamedParameter]
     buckets: GradientBuckets
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
     mesh: Mesh
     clip_grad: float  # limit of the global gradient norm; 0: no clipping
     judge: Judge
+    fp8: Fp8State | None = None
 
     def __call__(
         self,
@@ -179,6 +181,8 @@ class TrainStep:
         batches = self.runner.on_device(batches)
         weight = self.runner.count(batches)
         self.buckets.zero_grad()
+        if self.fp8 is not None:
+            self.fp8.begin_step()
         loss = self.runner.run(
             self.runner.training,
             batches,
@@ -187,6 +191,8 @@ class TrainStep:
             recorder=recorder,
         )
         self.buckets.finish()
+        if self.fp8 is not None:
+            self.fp8.finish_step()
         local = torch.stack([local_squared_norm(self.buckets), loss, torch.full_like(loss, asked())])
         squared_norm, loss, total_asked = all_reduce_(local.clone(), self.mesh.world)
         grad_norm = squared_norm.sqrt()

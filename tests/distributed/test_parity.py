@@ -24,9 +24,9 @@ LAYOUTS = {
     "pp2": Layout(pp=2),
     "pp4": Layout(pp=4),
     "tp2 pp2": Layout(tp=2, pp=2),
-    "pp2 dp2": Layout(pp=2, dp=2),
     "tp2 pp2 dp2": Layout(tp=2, pp=2, dp=2),
 }
+MORE_LAYOUTS = {"dp4": Layout(dp=4), "pp2 dp2": Layout(pp=2, dp=2), "tp2 dp4": Layout(tp=2, dp=4)}
 TIED = replace(SMALL, tie_word_embeddings=True)
 ONE_KV_HEAD = replace(SMALL, num_key_value_heads=1)
 QWEN3 = replace(SMALL, family="qwen3", qk_norm=True, num_key_value_heads=1, tie_word_embeddings=True)
@@ -66,7 +66,6 @@ ALWAYS = {
     "pp2": [Case(model=TIED, zero=0, schedule="gpipe"), Case(model=GPT, pipeline_layout="Et|t*3L")],
     "pp4": [Case(micro_batch=1), Case(model=QWEN3, schedule="gpipe")],
     "tp2 pp2": [Case(model=TIED, sp=True), Case(model=GPT, zero=0, micro_batch=1)],
-    "pp2 dp2": [Case(model=GPT, schedule="gpipe")],
     "tp2 pp2 dp2": [Case(model=TIED), Case(sp=True, zero=0, schedule="gpipe", recompute="full")],
 }
 
@@ -122,19 +121,21 @@ def test_in_float64_every_schedule_equals_one_process_to_ten_digits(layout: str)
 # ZeRO 2 sums gradients over dp, and over what else holds a copy on the same pipeline rank, after each backward.
 SHARDED = {
     "dp2": [Case(zero=2, micro_batch=1), Case(zero=2, model=TIED, micro_batch=1, recompute="full")],
-    "tp2": [Case(zero=2, sp=True)],
+    "tp2": [Case(zero=2, sp=True), Case(optimizer="sgd", zero=2, model=TIED)],
     "pp2 dp2": [
         Case(zero=2, model=TIED, micro_batch=1),
         *(_scheduled(name, zero=2, model=TIED) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipev", "interleaved")),
     ],
     "tp2 pp2": [_scheduled("dualpipe", zero=2, sp=True, model=GPT), _scheduled("zb-v", zero=2, sp=True, model=QWEN3)],
+    "dp4": [Case(zero=zero, zero_group=2, micro_batch=1, model=TIED) for zero in (1, 2)],
+    "tp2 dp4": [Case(zero=2, zero_group=2, micro_batch=1, sp=True, model=QWEN3)],
     "tp2 pp2 dp2": [Case(zero=2, model=TIED, sp=True), _scheduled("dualpipe", zero=2, sp=True, model=TIED)],
 }
 
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded_gradients_and_parameters_change_no_loss(layout: str) -> None:
-    _check(LAYOUTS[layout], SHARDED[layout])
+    _check(LAYOUTS.get(layout) or MORE_LAYOUTS[layout], SHARDED[layout])
 
 
 @pytest.mark.slow

@@ -61,6 +61,8 @@ class Case:
     recompute: str = "none"
     precision: str = "fp32"
     pipeline_layout: str | None = None
+    zero_group: int | None = None
+    optimizer: str = "adamw"
 
     @property
     def reference(self) -> Case:
@@ -68,6 +70,7 @@ class Case:
         return replace(
             self,
             zero=0,
+            zero_group=None,
             sp=False,
             schedule="1f1b",
             chunks=None,
@@ -92,7 +95,7 @@ def build(mesh: Mesh, case: Case) -> TrainStep:
     schedule = make_schedule(case.schedule, mesh.layout.pp, micro_batches, case.chunks)
     layers = stage_ranges(case.model, schedule.num_stages, case.pipeline_layout, case.seq_len)
     objective = NextToken(case.model.vocab_size, mesh.tp)
-    options = OptimizerOptions(zero=case.zero)
+    options = OptimizerOptions(case.optimizer, case.zero, case.zero_group)
     return build_train_step(mesh, case.model, layers, schedule, training, options, objective, sequence_parallel=case.sp)
 
 
