@@ -37,6 +37,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         config = config.resolved()
         self.recompute, self.tp, self.sequence_parallel = recompute, tp, sequence_parallel
+        self.exact_sums = False  # as of the parallel layers
         if config.positions == "rotary" and rotary is None:
             rotary = RotaryEmbedding(config)
         self.input_layernorm = make_norm(config, tp, sequence_parallel)
@@ -80,15 +81,19 @@ class TransformerLayer(nn.Module):
         if self.tp is None or self.recompute == "full":
             return [Segment(lambda hidden: (self(hidden, rows),))]
 
+        def wide(normed: torch.Tensor) -> torch.Tensor:
+            # Its gradient is summed over tp between two segments, in its type.
+            return normed.double() if self.exact_sums else normed
+
         def before_attention(hidden: torch.Tensor) -> Tensors:
-            return self.input_layernorm(hidden), hidden
+            return wide(self.input_layernorm(hidden)), hidden
 
         def attention(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
             return self.self_attn.part(normed, rows), hidden
 
         def between(mixed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
             hidden = hidden + self.self_attn.o_proj.add_bias(mixed)
-            return self.post_attention_layernorm(hidden), hidden
+            return wide(self.post_attention_layernorm(hidden)), hidden
 
         def mlp(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
             return self.mlp.part(normed), hidden

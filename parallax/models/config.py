@@ -142,6 +142,21 @@ def layer_parameters(config: DecoderConfig) -> int:
     return layer_matrix_parameters(config) + norms + biases
 
 
+def linear_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Return {name: (outputs, inputs)} of every linear layer, by the names that modules have, the head last."""
+    h, q, kv, f = config.hidden_size, config.query_size, config.key_value_size, config.intermediate_size
+    gate = {"mlp.gate_proj": (f, h)} if config.activation == "swiglu" else {}
+    attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
+    layer = {f"self_attn.{name}": sizes for name, sizes in attention.items()}
+    layer |= gate | {"mlp.up_proj": (f, h), "mlp.down_proj": (h, f)}
+    result = {
+        f"model.layers.{index}.{name}": sizes
+        for index in range(config.num_hidden_layers)
+        for name, sizes in layer.items()
+    }
+    return result | {"lm_head": (config.vocab_size, h)}
+
+
 def layer_matrix_parameters(config: DecoderConfig) -> int:
     """Return how many of a layer's parameters are multiplied with every token."""
     h, q, kv, f = config.hidden_size, config.query_size, config.key_value_size, config.intermediate_size

@@ -75,6 +75,8 @@ class DecoderStage(nn.Module):
     Logits are `[batch, seq, padded_vocab/tp]`, this rank's columns.
     """
 
+    exact_sums = False  # of the head, as of the parallel layers
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -145,7 +147,7 @@ class DecoderStage(nn.Module):
         if self.spec.is_first:
             segments.insert(0, Segment(lambda _: (self._embedded(input_ids, rows),)))
         if self.spec.is_last:
-            segments.append(into_columns(lambda hidden: (self.model.norm(hidden),), self.tp, self.sequence_parallel))
+            segments.append(into_columns(self._normed, self.tp, self.sequence_parallel))
             segments.append(Segment(lambda hidden: (self._logits(hidden, communicate=False),)))
         return segments
 
@@ -155,6 +157,11 @@ class DecoderStage(nn.Module):
             hidden = self.model.embed_positions(hidden, None if rows is None else rows.positions)
         return hidden
 
+    def _normed(self, hidden: torch.Tensor) -> tuple[torch.Tensor]:
+        normed = self.model.norm(hidden)
+        return (normed.double() if self.exact_sums else normed,)
+
     def _logits(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor:
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return column_parallel(hidden, [head], [None], self.tp if communicate else None, self.sequence_parallel)[0]
+        tp = self.tp if communicate else None
+        return column_parallel(hidden, [head], [None], tp, self.sequence_parallel, self.exact_sums)[0]

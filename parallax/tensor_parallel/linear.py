@@ -11,6 +11,8 @@ gathered input is not kept but gathered again in backward.
 Backward starts the communication of the input gradient, computes the weight gradient meanwhile, and then waits. Layers
 that read the same input (q, k, v; gate, up) go through one call of `column_parallel`, so they share its communication.
 
+A layer with `products` computes in FP8 (fp8_linear.py).
+
 A weight with a `gradient_sink` (data parallelism sets one) has its gradient product handed to the sink, which adds it to
 the flat main gradient in place; autograd then sees no gradient for it. Without a sink it behaves like any parameter.
 """
@@ -35,9 +37,9 @@ from parallax.collectives import (
     reduce_scatter_start,
 )
 from parallax.mesh import Group, size_of
+from parallax.precision.products import Products
 from parallax.tensor_parallel.facts import ParameterFacts, replicated, sharded
-
-SEQUENCE_DIM = 1  # of [batch, seq, hidden]
+from parallax.tensor_parallel.fp8_linear import SEQUENCE_DIM, fp8_column_parallel, fp8_row_parallel
 
 
 class GradientSink(Protocol):
@@ -63,16 +65,24 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, tp: Group | None, sequence_parallel: bool, *parameters: torch.Tensor | None
+        ctx: Any,
+        input: torch.Tensor,
+        tp: Group | None,
+        sequence_parallel: bool,
+        exact_sums: bool,
+        *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         count = len(parameters) // 2
         weights: Sequence[Any] = parameters[:count]
         biases = parameters[count:]
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
+        ctx.exact_sums = exact_sums
         # Read from the parameters themselves: recomputation hands backward detached copies without attributes.
         ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
         ctx.save_for_backward(input, *weights)
         whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
+        # Between two segments the input may be wider, for the sum of its gradient.
+        whole = whole.to(weights[0].dtype)
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -84,8 +94,11 @@ class _ColumnParallel(torch.autograd.Function):
         grad_rows = [_rows(gradient) for gradient in grad_outputs]
         grad_input, reducing = None, None
         if ctx.needs_input_grad[0]:
-            total = grad_rows[0] @ weights[0]
-            for rows, weight in zip(grad_rows[1:], weights[1:], strict=True):
+            factors = list(zip(grad_rows, weights, strict=True))
+            if ctx.exact_sums:
+                factors = [(rows.double(), weight.double()) for rows, weight in factors]
+            total = factors[0][0] @ factors[0][1]
+            for rows, weight in factors[1:]:
                 total.addmm_(rows, weight)
             grad_input = total.view(*grad_outputs[0].shape[:-1], total.shape[-1])
         if ctx.sequence_parallel:
@@ -95,8 +108,8 @@ class _ColumnParallel(torch.autograd.Function):
                 grad_input, reducing = reduce_scatter_start(grad_input, ctx.tp, SEQUENCE_DIM)
         elif grad_input is not None:
             reducing = all_reduce_start(grad_input, ctx.tp)
-        needs = ctx.needs_input_grad[3:]
-        input_rows = _rows(input)
+        needs = ctx.needs_input_grad[4:]
+        input_rows = _rows(input).to(weights[0].dtype)
         grad_weights = [
             _weight_gradient(sink, rows, input_rows) if need else None
             for sink, rows, need in zip(ctx.sinks, grad_rows, needs, strict=False)
@@ -106,7 +119,8 @@ class _ColumnParallel(torch.autograd.Function):
         ]
         if reducing is not None:
             reducing.wait()
-        return grad_input, None, None, *grad_weights, *grad_biases
+        grad_input = None if grad_input is None else grad_input.to(input.dtype)
+        return grad_input, None, None, None, *grad_weights, *grad_biases
 
 
 class _RowParallel(torch.autograd.Function):
@@ -114,12 +128,17 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, tp: Group | None, sequence_parallel: bool, weight: torch.Tensor
+        ctx: Any,
+        input: torch.Tensor,
+        tp: Group | None,
+        sequence_parallel: bool,
+        exact_sums: bool,
+        weight: torch.Tensor,
     ) -> torch.Tensor:
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
         ctx.sink = getattr(weight, "gradient_sink", None)
         ctx.save_for_backward(input, weight)
-        partial = F.linear(input, weight)
+        partial = F.linear(input.double(), weight.double()) if exact_sums else F.linear(input, weight)
         if ctx.sequence_parallel:
             return reduce_scatter(partial, tp, SEQUENCE_DIM)
         return all_reduce_(partial, tp)
@@ -130,10 +149,10 @@ class _RowParallel(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             grad_output = all_gather(grad_output, ctx.tp, SEQUENCE_DIM)
-        rows = _rows(grad_output)
+        rows = _rows(grad_output).to(weight.dtype)
         grad_input = (rows @ weight).view(input.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(ctx.sink, rows, _rows(input)) if ctx.needs_input_grad[3] else None
-        return grad_input, None, None, grad_weight
+        grad_weight = _weight_gradient(ctx.sink, rows, _rows(input)) if ctx.needs_input_grad[4] else None
+        return grad_input, None, None, None, grad_weight
 
 
 def column_parallel(
@@ -142,14 +161,16 @@ def column_parallel(
     biases: Sequence[torch.Tensor | None],
     tp: Group | None,
     sequence_parallel: bool = False,
+    exact_sums: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Apply several column-parallel weights to one input, sharing its communication forward and backward.
 
     input: `[batch, seq, in]`, the same on every tp rank, or `[batch, seq/tp, in]` with sequence parallelism.
     weights: `[out_i/tp, in]` each; biases: `[out_i/tp]` or None each.
+    exact_sums: add up the input's gradient in float64, over tp too, so that no layout shows in it.
     Returns `[batch, seq, out_i/tp]` for each.
     """
-    return _ColumnParallel.apply(input, tp, sequence_parallel, *weights, *biases)
+    return _ColumnParallel.apply(input, tp, sequence_parallel, exact_sums, *weights, *biases)
 
 
 def apply_together(
@@ -159,9 +180,15 @@ def apply_together(
 
     communicate: False where the caller brings the whole input, and sums its gradient over tp (parallax.tensor_parallel.segments).
     """
+    first, tp = layers[0], layers[0].tp if communicate else None
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    tp = layers[0].tp if communicate else None
-    return column_parallel(input, weights, biases, tp, layers[0].sequence_parallel)
+    products = [layer.products for layer in layers if layer.products is not None]
+    if not products:
+        return column_parallel(input, weights, biases, tp, first.sequence_parallel, first.exact_sums)
+    if len(products) == len(layers):
+        return fp8_column_parallel(input, products, weights, biases, tp, first.sequence_parallel)
+    # Some in FP8 and some not: each communicates alone.
+    return tuple(apply_together(input, layer, communicate=communicate)[0] for layer in layers)
 
 
 def _reset(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
@@ -182,6 +209,8 @@ def _check_divides(what: str, size: int, tp: Group | None) -> int:
 class ColumnParallelLinear(nn.Module):
     """A linear layer with its outputs split over tp: `[batch, seq, in]` to `[batch, seq, out/tp]`.
 
+    products: how it computes in FP8; None as it is made (parallax.tensor_parallel.precision sets it).
+
     tp: the tensor-parallel group, or None for an ordinary linear layer.
     sequence_parallel: the input is `[batch, seq/tp, in]` and is gathered here.
     gather_output: return the whole `[batch, seq, out]` on every rank.
@@ -191,6 +220,9 @@ class ColumnParallelLinear(nn.Module):
 
     Raises ValueError when out_features does not divide by the number of slices.
     """
+
+    products: Products | None = None
+    exact_sums = False  # whether what is summed over tp is summed in float64, as the FP8 reference does
 
     def __init__(
         self,
@@ -222,7 +254,7 @@ class ColumnParallelLinear(nn.Module):
             nn.init.zeros_(self.weight.detach()[self.parameter_facts["weight"].shard_rows :])
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        (output,) = column_parallel(input, [self.weight], [self.bias], self.tp, self.sequence_parallel)
+        (output,) = apply_together(input, self)
         return GatherLast.apply(output, self.tp) if self.gather_output and self.tp is not None else output
 
 
@@ -232,7 +264,11 @@ class RowParallelLinear(nn.Module):
     tp: the tensor-parallel group, or None for an ordinary linear layer.
     sequence_parallel: the output is `[batch, seq/tp, out]`, by a ReduceScatter.
     The bias is held by every rank and added once, after the sum. Raises ValueError when in_features does not divide by tp.
+    products: how it computes in FP8; None as it is made.
     """
+
+    products: Products | None = None
+    exact_sums = False  # whether what is summed over tp is summed in float64, as the FP8 reference does
 
     def __init__(
         self,
@@ -255,13 +291,19 @@ class RowParallelLinear(nn.Module):
         _reset(self.weight, self.bias, std)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.add_bias(_RowParallel.apply(input, self.tp, self.sequence_parallel, self.weight))
+        return self.add_bias(self._apply_to(input, self.tp))
 
     def part(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum over tp, `[batch, seq, out]`, for callers that communicate and add the bias."""
-        return _RowParallel.apply(input, None, False, self.weight)
+        return self._apply_to(input, None)
+
+    def _apply_to(self, input: torch.Tensor, tp: Group | None) -> torch.Tensor:
+        if self.products is None:
+            return _RowParallel.apply(input, tp, self.sequence_parallel, self.exact_sums, self.weight)
+        return fp8_row_parallel(input, self.products, self.weight, tp, self.sequence_parallel)
 
     def add_bias(self, output: torch.Tensor) -> torch.Tensor:
+        output = output.to(self.weight.dtype)  # which a sum over tp may exceed
         return output if self.bias is None else output + self.bias
 
 

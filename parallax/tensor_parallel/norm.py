@@ -27,6 +27,9 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = torch.rsqrt(norm.square_().div_(input.shape[-1]).add_(eps))
         ctx.save_for_backward(input, weight, inverse)
+        # Of a bf16 weight the gradient goes to the fp32 main gradient, where there is one, unrounded: parts of a sequence that
+        # were rounded before they are added up would be another gradient.
+        ctx.sink = getattr(weight, "gradient_sink", None) if weight.dtype == torch.bfloat16 else None
         normalised = wide * inverse
         if input.dtype == wide.dtype:
             return normalised.mul_(weight)
@@ -35,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         input, weight, inverse = ctx.saved_tensors
         gradient = grad_output.to(inverse.dtype)
         normalised = input.to(inverse.dtype) * inverse
@@ -44,6 +47,9 @@ class _RMSNorm(torch.autograd.Function):
         # d/dx of x / rms(x): the part of the gradient along x itself drops out.
         along = (product @ weight.to(inverse.dtype)).div_(input.shape[-1]).unsqueeze(-1)
         grad_input = torch.mul(gradient, weight, out=product).sub_(normalised.mul_(along)).mul_(inverse)
+        if ctx.sink is not None:
+            ctx.sink.add(lambda total: total.add_(grad_weight))
+            return grad_input.to(input.dtype), None, None
         return grad_input.to(input.dtype), grad_weight.to(weight.dtype), None
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from parallax.collectives import all_gather_start, reduce_from, scatter_sequence
+from parallax.collectives import all_gather_start, all_reduce_, reduce_from, scatter_sequence
 from parallax.mesh import Group, rank_of, size_of
 from parallax.tensor_parallel.facts import ParameterFacts, sharded
 
@@ -75,6 +75,20 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def _whole_log_sum(values: torch.Tensor, target: torch.Tensor, tp: Group | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-sum-exp and target logit over all ranks, of fp32 values that came from bf16, the same in every layout.
+
+    What follows is rounded to bf16 again, and a last bit here would decide a rounding there: so the exponentials are taken of
+    the same differences everywhere, and added up in float64.
+    """
+    greatest = values.amax(-1) if values.shape[-1] else torch.full_like(target, -torch.inf)
+    greatest = all_reduce_(greatest, tp, op="max")
+    shift = greatest.masked_fill(greatest.isinf(), 0.0)
+    sums = (values - shift.unsqueeze(-1)).exp_().sum(-1, dtype=torch.float64)
+    sums, target = all_reduce_(torch.stack([sums, target.double()]), tp)
+    return (shift + sums.log()).float(), target.float()
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, tp: Group | None) -> torch.Tensor:
@@ -88,10 +102,13 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             local = local.masked_fill(~here, 0).unsqueeze(-1)
             values = _wide(logits[..., :columns])
-            log_sum = torch.logsumexp(values, -1) if columns else values.new_full(labels.shape, -torch.inf)
-            target = values.gather(-1, local).squeeze(-1) if columns else torch.zeros_like(log_sum)
+            target = values.gather(-1, local).squeeze(-1) if columns else values.new_zeros(labels.shape)
             target = target.masked_fill(~here, 0.0)
-        if tp is not None:
+            if logits.dtype == torch.bfloat16:
+                log_sum, target = _whole_log_sum(values, target, tp)
+            else:
+                log_sum = torch.logsumexp(values, -1) if columns else values.new_full(labels.shape, -torch.inf)
+        if tp is not None and (_has_kernel(logits) or logits.dtype != torch.bfloat16):
             # One small AllGather of each rank's log-sum-exp and target logit does the work of three AllReduces.
             gathered, work = all_gather_start(torch.stack([log_sum, target]), tp)
             work.wait()

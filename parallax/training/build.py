@@ -14,12 +14,15 @@ from parallax.models.config import DecoderConfig
 from parallax.models.stages import build_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
+from parallax.precision.backends.choose import choose_backend
+from parallax.precision.options import Fp8Options
 from parallax.tensor_parallel.facts import named_parameters_with_facts
+from parallax.tensor_parallel.precision import apply_recipe
 from parallax.training.faults import Judge
 from parallax.training.options import TrainingOptions
 from parallax.training.step import Objective, StageRunner, TrainStep
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp64": torch.float64}
 
 
 def build_train_step(
@@ -33,12 +36,16 @@ def build_train_step(
     *,
     sequence_parallel: bool = False,
     spike_factor: float | None = None,
+    fp8: Fp8Options | None = None,
 ) -> TrainStep:
     """Return this rank's train step, with the initial weights of the seed; called by every rank of the world.
 
     layers: of each pipeline stage, as `stage_ranges` gives them. schedule: of the micro-batches of a step.
     spike_factor: of the running mean of the losses, above which a step's loss makes it a bad one.
+    fp8: with --precision fp8; raises ConfigError when its backend cannot run here.
     """
+    fp8 = fp8 or Fp8Options()
+    backend = None if training.precision != "fp8" else choose_backend(fp8, mesh.device)
     sequence_parallel = sequence_parallel and mesh.tp is not None
     stages = build_stages(
         model,
@@ -52,6 +59,7 @@ def build_train_step(
         sequence_parallel=sequence_parallel,
         recompute=training.recompute,
     )
+    fp8_state = None if backend is None else apply_recipe(stages.values(), fp8.recipe, backend, mesh)
     named: dict[str, NamedParameter] = {}  # a rank's stages may share the embedding
     for stage in stages.values():
         for entry in named_parameters_with_facts(stage, mesh.tp):
@@ -77,4 +85,5 @@ def build_train_step(
         mesh,
         optimizer.clip_grad,
         Judge(mesh.device, spike_factor),
+        fp8_state,
     )

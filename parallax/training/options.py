@@ -114,8 +114,9 @@ class TrainingOptions:
     tokens: Annotated[int | None, named("tokens", metavar="INT", default="as --steps says")] = None
     """Tokens to train on, in place of --steps; rounded up to whole steps."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of weights and activations; gradients, optimizer states and, with bf16, a second copy of the weights are fp32."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Type of weights and activations; gradients, optimizer states and, with bf16, a second copy of the weights are fp32.
+    fp8: as bf16, and the products of linear layers are of 8-bit numbers (docs/fp8.md)."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: the core of attention (selective) or whole layers (full)."""

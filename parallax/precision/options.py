@@ -1,0 +1,111 @@
+"""FP8 as flags, with checks that need no torch: what a GPU could not do is refused on a CPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from parallax.flags import named
+from parallax.precision.recipe import Recipe, unmatched
+
+MULTIPLE = 16  # elements: tensor cores take FP8 in lines of 16 bytes
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """How linear layers run with --precision fp8."""
+
+    fp8_recipe: Literal["tile", "delayed"] = "tile"
+    """Scales: one for each tile (1x128 of activations, 128x128 of weights), or one for a tensor, from earlier steps."""
+
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
+    """E4M3 everywhere, or E5M2 (more range, less precision) for gradients."""
+
+    fp8_scales: Literal["fp32", "pow2"] = "fp32"
+    """Scales of tiles: any number, or powers of two."""
+
+    fp8_backend: Literal["auto", "te", "torch", "triton", "reference"] = "auto"
+    """What computes: Transformer Engine, torch's scaled products, our kernels, plain PyTorch; auto: the best that runs here."""
+
+    fp8_keep: Annotated[tuple[str, ...], named("fp8-keep", metavar="PATTERN", default="none")] = ()
+    """Layers that stay in bf16, by name, as in: layers.0 "mlp.down_*". Embedding, norms and head always do."""
+
+    fp8_amax_history: Annotated[int, named("fp8-amax-history", "fp8-amax-history-len")] = 16
+    """Steps whose amaxes a delayed scale looks back on."""
+
+    fp8_margin: int = 0
+    """Powers of two that a delayed scale leaves above the greatest amax."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(
+            scaling=self.fp8_recipe,
+            fp8_format=self.fp8_format,
+            power_of_two_scales=self.fp8_scales == "pow2",
+            amax_history_len=self.fp8_amax_history,
+            margin=self.fp8_margin,
+            keep=self.fp8_keep,
+        )
+
+    def check(self, precision: str) -> list[str]:
+        """Return what contradicts itself here or with --precision, a sentence each."""
+        if precision != "fp8":
+            default = Fp8Options()
+            given = [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
+            return [
+                f"--{name.replace('_', '-')} has no effect with --precision {precision}; leave it out, or use --precision fp8"
+                for name in given
+            ]
+        problems = []
+        if self.fp8_recipe == "delayed" and self.fp8_scales == "pow2":
+            problems.append("--fp8-scales pow2 goes with --fp8-recipe tile; a delayed scale is any number")
+        if self.fp8_recipe == "tile":
+            problems += [
+                f"--fp8-{name} {value} has no effect with --fp8-recipe tile; use it with delayed"
+                for name, value, unset in (
+                    ("amax-history", self.fp8_amax_history, Fp8Options.fp8_amax_history),
+                    ("margin", self.fp8_margin, Fp8Options.fp8_margin),
+                )
+                if value != unset
+            ]
+        if not 1 <= self.fp8_amax_history <= 4096:
+            problems.append(f"--fp8-amax-history {self.fp8_amax_history} must be between 1 and 4096")
+        if not 0 <= self.fp8_margin <= 8:
+            problems.append(f"--fp8-margin {self.fp8_margin} must be between 0 and 8")
+        return problems
+
+    def check_model(self, layers: Mapping[str, tuple[int, int]], seq_len: int) -> list[str]:
+        """Return what keeps the layers, {name: (outputs, inputs)}, from running in FP8 on a GPU, a sentence each.
+
+        seq_len: tokens of a sample, which the products of weight gradients sum over.
+        """
+        problems = [
+            f"--fp8-keep {pattern} names no layer; layers are called {', '.join(list(layers)[:2])} and so on, "
+            "and a pattern may be a part of a name, as in: layers.0 down_proj"
+            for pattern in unmatched(self.fp8_keep, list(layers))
+        ]
+        recipe = self.recipe
+        fp8 = {name: sizes for name, sizes in layers.items() if not recipe.keeps(name)}
+        if not fp8:
+            problems.append("--fp8-keep leaves no layer in FP8; use --precision bf16, or name fewer layers")
+        odd: dict[int, list[str]] = {}
+        for name, sizes in fp8.items():
+            for size in sizes:
+                if size % MULTIPLE:
+                    odd.setdefault(size, []).append(name)
+        problems += [
+            f"--precision fp8 needs sizes that are multiples of {MULTIPLE}, and {size} (of {names[0]}) is none; "
+            f"use {_nearest(size)}, or --fp8-keep {names[0].split('.')[-1]}"
+            for size, names in odd.items()
+        ]
+        if seq_len % MULTIPLE:
+            problems.append(
+                f"--precision fp8 needs --seq-len to be a multiple of {MULTIPLE}, not {seq_len}; use {_nearest(seq_len)}"
+            )
+        return problems
+
+
+def _nearest(size: int) -> str:
+    below = size // MULTIPLE * MULTIPLE
+    return " or ".join(str(n) for n in (below, below + MULTIPLE) if n)

@@ -1,0 +1,125 @@
+"""The scales of delayed scaling for all layers of a rank, from step to step, in any layout the same.
+
+Scales change between steps only: all micro-batches of a step, in whatever order a schedule runs them, see the same ones, and so
+does a forward that is computed again in backward. The amax of a step is the greatest over its micro-batches and over all ranks
+that hold a part or a copy of the layer: tp, dp, and the second holder of a stage under DualPipe, never another stage's.
+
+No scale is known before a first step. That one runs with its operands as they are, in bf16, and is only measured: with scales
+of 1 its gradients, of 1e-6 and less, would all be rounded to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallax.collectives import all_reduce_
+from parallax.mesh import Group
+from parallax.precision.delayed import DelayedScaling
+from parallax.precision.recipe import Recipe
+
+FORWARD = ("input", "weight")
+TENSORS = (*FORWARD, "gradient")
+
+
+class Scales:
+    """Scales and amax histories of the layers of this rank.
+
+    layers: {name: the group of all ranks that hold it, None for this one alone}.
+    """
+
+    def __init__(self, recipe: Recipe, layers: Mapping[str, Group | None], device: torch.device | str = "cpu") -> None:
+        self.layers, count = dict(layers), len(layers)
+        self._forward = DelayedScaling(
+            recipe.amax_history_len, recipe.margin, "e4m3", shape=(count, len(FORWARD)), device=device
+        )
+        self._backward = DelayedScaling(
+            recipe.amax_history_len, recipe.margin, recipe.gradient_format, shape=(count, 1), device=device
+        )
+        self.amax = torch.zeros(count, len(TENSORS), device=device)  # of the step that is under way
+        self.scale = torch.ones(count, len(TENSORS), device=device)
+
+    @property
+    def known(self) -> bool:
+        """Whether a step has been measured."""
+        return self._forward.num_updates > 0
+
+    def slots(self, layer: str) -> Slots:
+        return Slots(self, list(self.layers).index(layer))
+
+    def finish_step(self) -> None:
+        """Agree on the amaxes of the step and make the scales of the next; called by all ranks, warns of infinite ones."""
+        # The maximum of a group need not keep NaN; inf has the same effect.
+        self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        rows: dict[Group | None, list[int]] = {}
+        for index, group in enumerate(self.layers.values()):
+            rows.setdefault(group, []).append(index)
+        for group, indices in rows.items():
+            if group is not None:
+                self.amax[indices] = all_reduce_(self.amax[indices], group, op="max")
+        self._forward.update(self.amax[:, : len(FORWARD)])
+        self._backward.update(self.amax[:, len(FORWARD) :])
+        self._join()
+
+    def _join(self) -> None:
+        self.scale = torch.cat([self._forward.scale, self._backward.scale], 1)
+        self.amax.zero_()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {layer: {tensor: its scale and history}} as JSON can carry it, and the steps measured."""
+        history = torch.cat([self._forward.amax_history, self._backward.amax_history], 2).permute(1, 2, 0)
+        scales, histories = self.scale.tolist(), history.tolist()
+        layers = {
+            name: {
+                tensor: {"scale": scales[i][j], "amax_history": [_to_json(amax) for amax in histories[i][j]]}
+                for j, tensor in enumerate(TENSORS)
+            }
+            for i, name in enumerate(self.layers)
+        }
+        return {"num_updates": self._forward.num_updates, "layers": layers}
+
+    def load_dict(self, stored: Mapping[str, Any]) -> None:
+        """Go on from what the `to_dict` of ranks that held these layers gave."""
+        layers: Sequence[Any] = [stored["layers"][name] for name in self.layers]
+        for scaling, names in ((self._forward, FORWARD), (self._backward, TENSORS[len(FORWARD) :])):
+            scale = [[layer[name]["scale"] for name in names] for layer in layers]
+            history = [[[float(amax) for amax in layer[name]["amax_history"]] for name in names] for layer in layers]
+            length = len(scaling.amax_history)
+            shape = len(layers), len(names)
+            scaling.load_state_dict(
+                {
+                    "scale": torch.tensor(scale).reshape(shape),
+                    "amax_history": torch.tensor(history).reshape(*shape, length).permute(2, 0, 1),
+                    "num_updates": stored["num_updates"],
+                }
+            )
+        self._join()
+
+
+def _to_json(amax: float) -> float | str:
+    return amax if amax < float("inf") else "inf"  # JSON has no word for it
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The scales of one layer's tensors: "input", "weight" and "gradient"."""
+
+    scales: Scales
+    index: int
+
+    @property
+    def known(self) -> bool:
+        return self.scales.known
+
+    def scale(self, tensor: str) -> torch.Tensor:
+        """Return the fp32 scalar for this step."""
+        return self.scales.scale[self.index, TENSORS.index(tensor)]
+
+    def record(self, tensor: str, x: torch.Tensor) -> None:
+        """Take the amax of x into account for the steps to come."""
+        if x.numel():
+            amax = self.scales.amax[self.index, TENSORS.index(tensor)]
+            amax.copy_(torch.maximum(amax, x.abs().amax()))

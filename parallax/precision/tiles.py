@@ -1,0 +1,94 @@
+"""Quantisation to FP8 with one scale for each tile of a matrix, defined to the bit (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2).
+
+    amax   greatest magnitude of the tile                  NaN if it holds one
+    scale  fl32(fp8_max / amax), correctly rounded         1 for an amax of 0, inf or NaN; fp32's greatest if it overflows
+           with its mantissa cut off, for powers of two    rounded down, so that nothing saturates
+    q      cast(clamp(x * scale, -fp8_max, fp8_max))       to nearest, ties to even
+    x      q * scale_inv, where scale_inv = fl32(1 / scale)
+
+Tiles are counted from the first row and column; those at the far edges may be smaller. Activations and gradients take 1x128
+tiles along the dim that their GEMM sums over, weights 128x128. These are plain operators of PyTorch, for any device; with them
+the kernels (parallax.kernels.fp8_quantize) agree to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+TILE_SIZE = 128
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MAXIMUM = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}  # 448 and 57344
+FORMATS = {dtype: name for name, dtype in DTYPES.items()}
+
+Tile = tuple[int, int]
+
+
+def quantize_tiles(
+    x: torch.Tensor, tile: Tile = (1, TILE_SIZE), fp8_format: str = "e4m3", power_of_two_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (q, scale_inv): `x` in FP8, and the fp32 factor of each tile that brings it back.
+
+    x: `[..., rows, columns]`, any floating type; more than fp32 is rounded to fp32 first. tile: (rows, columns) of a tile.
+    fp8_format: "e4m3" or "e5m2". q has the shape of x, scale_inv `[..., ceil(rows / tile rows), ceil(columns / tile columns)]`.
+    Raises ValueError for an unknown format, a tile without elements or an x that is no matrix.
+    """
+    check_format(fp8_format)
+    if x.ndim < 2 or min(tile) < 1:
+        raise ValueError(
+            f"tiles of {tile} need a matrix and at least one row and column, not the shape {list(x.shape)}"
+        )
+    values = x.float()
+    scale = scale_of(tile_amax(values, tile), fp8_format, power_of_two_scales)
+    return cast_to_fp8(scaled_by_tile(values, scale, tile), fp8_format), scale.reciprocal()
+
+
+def dequantize_tiles(q: torch.Tensor, scale_inv: torch.Tensor, tile: Tile = (1, TILE_SIZE)) -> torch.Tensor:
+    """Return q * scale_inv, fp32 in the shape of q; `tile` as it was quantised."""
+    return scaled_by_tile(q.float(), scale_inv, tile)
+
+
+def check_format(fp8_format: str) -> None:
+    if fp8_format not in DTYPES:
+        raise ValueError(f"the FP8 format {fp8_format!r} is unknown; use {' or '.join(map(repr, DTYPES))}")
+
+
+def tile_amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Return the greatest magnitude of each tile of fp32 `[..., rows, columns]`; NaN where there is one."""
+    blocks = _padded(x, tile).unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0]))
+    if not x.numel():
+        return x.new_zeros((*blocks.shape[:-4], blocks.shape[-4], blocks.shape[-2]))
+    return blocks.abs().amax((-3, -1))
+
+
+def scale_of(amax: torch.Tensor, fp8_format: str, power_of_two: bool = False) -> torch.Tensor:
+    """Return the scale for each fp32 amax."""
+    # A division of tensors is correctly rounded; `448.0 / amax` would be a product with the reciprocal, which is not.
+    scale = torch.full_like(amax, MAXIMUM[fp8_format]) / amax
+    scale = torch.where(amax.isfinite() & (amax > 0), scale, torch.ones_like(scale))
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    if power_of_two:
+        scale = scale.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    return scale
+
+
+def cast_to_fp8(scaled: torch.Tensor, fp8_format: str) -> torch.Tensor:
+    """Round fp32 to FP8; what is too large saturates, NaN stays."""
+    # The cast itself saturates or overflows, as the version of torch and the format will have it.
+    return scaled.clamp(-MAXIMUM[fp8_format], MAXIMUM[fp8_format]).to(DTYPES[fp8_format])
+
+
+def scaled_by_tile(x: torch.Tensor, factor: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Return fp32 `[..., rows, columns]` times the factor of each element's tile."""
+    rows, columns = x.shape[-2:]
+    if tile[0] > 1:
+        factor = factor.repeat_interleave(tile[0], -2)[..., :rows, :]
+    if columns % tile[1]:
+        return x * factor.repeat_interleave(tile[1], -1)[..., :columns]
+    return (x.unflatten(-1, (-1, tile[1])) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def _padded(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Return x with zeros after its last row and column, to whole tiles."""
+    rows, columns = (-size % part for size, part in zip(x.shape[-2:], tile, strict=True))
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x

@@ -1,0 +1,86 @@
+"""Delayed scaling against a list of numbers that is kept by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from parallax.precision import DelayedScaling
+
+
+@pytest.mark.filterwarnings("ignore:1 of 1 amaxes")
+def test_the_trace_of_transformer_engine_is_reproduced() -> None:
+    scaling, scales = DelayedScaling(amax_history_len=4), []
+    assert scaling.scale.item() == 1
+    for amax in (1, 8, 2, 1, 1, 1, math.inf, 1, 0, 0):
+        scaling.update(amax)
+        scales.append(scaling.scale.item())
+    assert scales == [448, 56, 56, 56, 56, 224, 224, 224, 224, 224]
+
+
+@pytest.mark.filterwarnings("ignore:1 of 1 amaxes")
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize(("fp8_format", "largest"), [("e4m3", 448.0), ("e5m2", 57344.0)])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_scales_follow_a_window_kept_by_hand(
+    algorithm: str, length: int, fp8_format: str, largest: float, margin: int
+) -> None:
+    draw, window, scale = random.Random(0), [], 1.0
+    scaling = DelayedScaling(length, margin, fp8_format, algorithm)
+    for _ in range(40):
+        amax = draw.choice([0.0, math.inf, math.nan, draw.lognormvariate(0, 3), draw.lognormvariate(0, 3)])
+        window = [float(np.float32(amax)), *window][:length]
+        scaling.update(amax)
+        greatest = window[0] if algorithm == "most_recent" or any(map(math.isnan, window)) else max(window)
+        greatest = math.nan if algorithm == "max" and any(map(math.isnan, window)) else greatest
+        if math.isfinite(greatest) and greatest > 0:
+            scale = float(np.float32(largest) / np.float32(greatest) / np.float32(2**margin))
+        assert scaling.scale.item() == scale
+
+
+def test_an_infinite_amax_is_told_and_holds_the_scale_only_as_long_as_the_history() -> None:
+    scaling = DelayedScaling(amax_history_len=3)
+    scaling.update(1.0)
+    with pytest.warns(UserWarning, match=r"1 of 1 amaxes are infinite .* stay as they are for the next 3 steps"):
+        scaling.update(math.inf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for expected in (448, 448, 448 / 4):
+            scaling.update(4.0)
+            assert scaling.scale.item() == expected
+
+
+def test_many_tensors_are_kept_side_by_side_as_if_each_had_its_own() -> None:
+    together, apart = DelayedScaling(3, shape=(5,)), [DelayedScaling(3) for _ in range(5)]
+    for step in range(6):
+        amaxes = torch.rand(5, generator=torch.Generator().manual_seed(step)) * 10**step
+        together.update(amaxes)
+        for one, amax in zip(apart, amaxes, strict=True):
+            one.update(amax)
+    assert torch.equal(together.scale, torch.stack([one.scale for one in apart]))
+
+
+def test_a_state_goes_on_bit_for_bit() -> None:
+    first, second = DelayedScaling(4, shape=(3,)), DelayedScaling(4, shape=(3,))
+    for step in range(5):
+        first.update(torch.rand(3, generator=torch.Generator().manual_seed(step)))
+    second.load_state_dict(first.state_dict())
+    for _ in range(4):
+        first.update(torch.full((3,), 0.1))
+        second.update(torch.full((3,), 0.1))
+        assert torch.equal(first.scale, second.scale) and torch.equal(first.amax_history, second.amax_history)
+    with pytest.raises(ValueError, match=r"scale was saved with the shape \[3\], and is \[2\] here"):
+        DelayedScaling(4, shape=(2,)).load_state_dict(first.state_dict())
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="amax_history_len=0 must be at least 1"):
+        DelayedScaling(0)
+    with pytest.raises(ValueError, match="'mean' is unknown; use 'max' or 'most_recent'"):
+        DelayedScaling(algorithm="mean")
