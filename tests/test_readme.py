@@ -29,14 +29,27 @@ def _losses(launcher: list[str], script: Path) -> list[float]:
     return [float(line.split()[1]) for line in result.stdout.splitlines()]
 
 
+def _example(word: str) -> str:
+    """Return the example with `word` in it."""
+    (found,) = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if word in block]
+    return found
+
+
 def test_the_example_model_trains_alike_in_one_process_and_in_two(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0])
+    script.write_text(_example("ColumnParallelLinear"))
     alone = _losses([sys.executable], script)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     split = _losses(torchrun, script)
     assert len(alone) == 10 and alone[-1] < alone[0]
     assert split == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_pipelined_example_trains(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(_example("DualPipe"))
+    losses = _losses([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"], script)
+    assert len(losses) == 10 and losses[-1] < losses[0]
 
 
 def test_the_two_commands_stand_at_the_top() -> None:
