@@ -13,7 +13,7 @@ import torch
 
 from parallax.collectives import barrier, gather_json
 from parallax.mesh import Group, rank_of
-from parallax.pipeline.actions import Action, Entry
+from parallax.pipeline.actions import Entry
 from parallax.pipeline.lower import Message
 from parallax.pipeline.trace import RECEIVE, RUN, SEND, WAIT, Event, RankRecord, Trace
 
@@ -75,11 +75,11 @@ class Recorder:
 
 def _with_ends_of_sends(records: list[RankRecord]) -> list[RankRecord]:
     """Let each send last until its result is there: a sender is not told when that is."""
-    ends: dict[tuple[int, Action], float] = {
+    ends: dict[tuple[int | None, Entry], float] = {
         (record.rank, event.what): event.end
         for record in records
         for event in record.events
-        if event.kind == RECEIVE and isinstance(event.what, Action)
+        if event.kind == RECEIVE
     }
     for record in records:
         record.events = [

@@ -59,7 +59,7 @@ def forward_steps(
             trace.roots.append(outputs if last and keep_output else tuple(map(_entry, outputs)))
         tensors = tuple(output.detach() for output in outputs)
         del outputs
-        if segment.forward is not None:
+        if segment.forward is not None and tensors[0] is not None:
             arriving = segment.forward(tensors[0])
             yield
             tensors = (arriving.wait(), *tensors[1:])
@@ -144,7 +144,8 @@ def _backward(roots: Sequence[torch.Tensor | GradientEdge | None], gradients: Se
         and (gradient is not None or isinstance(root, torch.Tensor))
     ]
     if pairs:  # none: nothing in this stage or before it is trained
-        torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        edges: list[Any] = [root for root, _ in pairs]  # torch takes tensors and edges mixed, and says less
+        torch.autograd.backward(edges, [gradient for _, gradient in pairs])
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
