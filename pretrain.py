@@ -98,6 +98,8 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
             config.save()
         metrics.show(config.describe())
         metrics.say(f"data           {data.description}")
+        if config.why_schedule is not None:
+            metrics.say(f"schedule       {config.why_schedule}")
         metrics.say(f"going on from  {start}" if start else f"starting from  {config.describe_start()}")
         if state.step >= config.steps:
             metrics.say(

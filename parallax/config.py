@@ -1,10 +1,9 @@
-"""The options of a pretraining run: composed from the dataclasses beside the code, checked all at once, resolved, compared.
+"""The options of a run: composed from the dataclasses beside the code, checked all at once, resolved.
 
-command line, --config file  ->  PretrainOptions   as asked
-                                 check             every user error at once, before torch is imported
-                             ->  PretrainConfig    resolved: nothing left to derive
-                                 save_config       config.json in --out, which --config reads again
-                                 differences       what a resumed run was asked to do otherwise
+command line, --config file  ->  PretrainOptions, FinetuneOptions   as asked
+                                 check                              every user error at once, before torch is imported
+                             ->  PretrainConfig, FinetuneConfig     resolved: nothing left to derive
+                                 save                               config.json in --out, which --config reads again
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from parallax import flags
-from parallax.data.checksums import changed_files
+from parallax.checkpoint.find import find_model
+from parallax.data.chat.encoder import DEFAULT_TEMPLATE, brings_template
+from parallax.data.chat.options import ChatOptions
+from parallax.data.chat.options import check as check_chats
 from parallax.data.default_tokenizer import DEFAULT_VOCAB_SIZE
 from parallax.data.options import DataOptions
 from parallax.data.options import check as check_data
@@ -29,32 +31,44 @@ from parallax.data_parallel.options import OptimizerOptions
 from parallax.errors import ConfigError, exit_with_problems
 from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig
-from parallax.models.options import ModelOptions, resolve_model
+from parallax.models.options import FinetuneModelOptions, ModelOptions, resolve_model
 from parallax.models.presets import PRESETS
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.split import count_layers
-from parallax.training.lr import LearningRateOptions
-from parallax.training.options import ParallelOptions, RunOptions, TrainingOptions
+from parallax.training.lr import FinetuneLearningRateOptions, LearningRateOptions
+from parallax.training.options import FinetuneTrainingOptions, ParallelOptions, RunOptions, TrainingOptions
 from parallax.training.safety import SafetyOptions
 from parallax.training.stages import stage_ranges
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-PROGRAM = "pretrain.py"
+DEFAULT_RUN = Path("runs/tiny")  # what pretrain.py without options leaves
 _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
-
-# Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
-# name is told by their fingerprints, not by their paths.
-HARMLESS = frozenset(
-    "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group micro_batch recompute steps tokens "
-    "out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size "
-    "keep keep_every exit_after on_bad_step spike_factor max_bad_steps".split()
-)
 
 
 @dataclass(frozen=True)
-class PretrainOptions:
+class TrainOptions:
+    """What every run is asked; `data` differs. program: the entry point, as messages name it."""
+
+    program: ClassVar[str]
+
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions | ChatOptions = field(default_factory=DataOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    learning_rate: LearningRateOptions = field(default_factory=LearningRateOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    safety: SafetyOptions = field(default_factory=SafetyOptions)
+
+    def check_data(self) -> list[str]:
+        """Return what is wrong with `data`, a sentence each."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PretrainOptions(TrainOptions):
     """Pretrain a language model.
 
     python pretrain.py trains a small one on the source of Python's standard library, with no download.
@@ -67,23 +81,56 @@ class PretrainOptions:
     process ended or hung; 130 Ctrl-C; 138, 143 stopped by SIGUSR1, SIGTERM. After 3, 138 and 143 the run is saved.
     """
 
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
+    program: ClassVar[str] = "pretrain.py"
+
     data: DataOptions = field(default_factory=DataOptions)
-    training: TrainingOptions = field(default_factory=TrainingOptions)
-    learning_rate: LearningRateOptions = field(default_factory=LearningRateOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    run: RunOptions = field(default_factory=RunOptions)
-    safety: SafetyOptions = field(default_factory=SafetyOptions)
+
+    def check_data(self) -> list[str]:
+        problems = check_data(self.data)
+        if self.data.valid and self.run.eval_every == 0:
+            problems.append("--valid has no effect with --eval-every 0; leave one of them out")
+        return problems
 
 
 @dataclass(frozen=True)
-class PretrainConfig(PretrainOptions):
-    """A run with nothing left to derive. `asked` are the options before that, `layout` and `model_config` what they give."""
+class FinetuneOptions(TrainOptions):
+    """Fine-tune a language model on chats.
 
-    asked: PretrainOptions = field(default_factory=PretrainOptions)
+    python finetune_sft.py teaches the model that python pretrain.py left to answer questions on Python's standard library.
+
+    torchrun --nproc-per-node 4 finetune_sft.py --tp 2 --pp 2 --init FOLDER --data chats.jsonl starts from a Hugging Face model.
+
+    Options have short names; Megatron-LM's are understood too.
+
+    Exit status: 0 every step is done and saved; 1 an unforeseen error; 2 a wrong option; 3 --exit-after; 4 bad numbers; 5 another
+    process ended or hung; 130 Ctrl-C; 138, 143 stopped by SIGUSR1, SIGTERM. After 3, 138 and 143 the run is saved.
+    """
+
+    program: ClassVar[str] = "finetune_sft.py"
+
+    model: FinetuneModelOptions = field(default_factory=FinetuneModelOptions)
+    data: ChatOptions = field(default_factory=ChatOptions)
+    training: FinetuneTrainingOptions = field(default_factory=FinetuneTrainingOptions)
+    learning_rate: FinetuneLearningRateOptions = field(default_factory=FinetuneLearningRateOptions)
+
+    def check_data(self) -> list[str]:
+        return check_chats(self.data)
+
+
+Asked = TypeVar("Asked", bound=TrainOptions)
+
+
+@dataclass(frozen=True)
+class RunConfig(TrainOptions):
+    """A run with nothing left to derive. `asked` are the options before that, `layout` and `model_config` what they give.
+
+    init: the Hugging Face folder with the weights to start from; None: random weights.
+    """
+
+    asked: TrainOptions = field(default_factory=PretrainOptions)
     layout: Layout = field(default_factory=Layout)
     model_config: DecoderConfig = field(default_factory=DecoderConfig)
+    init: Path | None = None
 
     @property
     def steps(self) -> int:
@@ -111,15 +158,38 @@ class PretrainConfig(PretrainOptions):
         text, length = self.parallel.pipeline_layout, self.training.seq_len
         return stage_ranges(self.model_config, self.schedule.num_stages, text, length, self.layout.pp)
 
+    @property
+    def why_schedule(self) -> str | None:
+        """Why --schedule auto took what it took; None if the schedule was asked for."""
+        if self.parallel.schedule != "auto":
+            return None
+        return self.parallel.choose_schedule(self.num_micro_batches, self.model_config.num_hidden_layers).why
+
     @cached_property
     def schedule(self) -> Schedule:
         """What each pipeline rank does in a step."""
-        return self.parallel.make_schedule(self.num_micro_batches)
+        return self.parallel.make_schedule(self.num_micro_batches, self.model_config.num_hidden_layers)
+
+    @property
+    def carried_from(self) -> Path | None:
+        """The folder from which a checkpoint takes over what goes with a tokenizer: that of the initial weights, if it is its."""
+        return self.init if self.asked.data.tokenizer is None else None
+
+    def describe_start(self) -> str:
+        """Return where the weights come from, in words."""
+        if self.init is not None:
+            return str(self.init)
+        looked = isinstance(self.asked, FinetuneOptions) and self.asked.model == FinetuneModelOptions()
+        return "fresh weights" + (
+            f"; {DEFAULT_RUN} holds no checkpoint, python pretrain.py makes one" if looked else ""
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json holds: `options` as asked, which --config reads, and what they came to."""
-        known = flags.flags_of(PretrainOptions)
+        known = flags.flags_of(type(self.asked))
         return {
+            "program": self.asked.program,
+            "init": self.asked.model.init,
             "options": flags.values_of(self.asked, known),
             "resolved": flags.values_of(self, known),
             "model": dataclasses.asdict(self.model_config),
@@ -136,7 +206,7 @@ class PretrainConfig(PretrainOptions):
 
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         rows: dict[str, list[str]] = {}
-        for flag in flags.flags_of(PretrainOptions).values():
+        for flag in flags.flags_of(type(self.asked)).values():
             group, name = flag.path
             value = getattr(getattr(self, group), name)
             if value is not None and value != () and value is not False and name not in ("world_size", "dry_run"):
@@ -148,6 +218,20 @@ class PretrainConfig(PretrainOptions):
         for group, words in rows.items():
             table.add_row(group.replace("_", " "), "  ".join(words))
         return table
+
+
+@dataclass(frozen=True)
+class PretrainConfig(RunConfig):
+    """A pretraining run with nothing left to derive."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(RunConfig):
+    """A fine-tuning run with nothing left to derive."""
+
+    data: ChatOptions = field(default_factory=ChatOptions)
 
 
 def _model_words(config: DecoderConfig) -> list[str]:
@@ -169,10 +253,23 @@ def parse_pretrain(argv: Sequence[str] | None = None) -> PretrainConfig:
 
     The number of processes is the launcher's WORLD_SIZE, 1 without one; with --dry-run it is --world-size.
     """
+    config = _parse(PretrainOptions, argv)
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def parse_finetune(argv: Sequence[str] | None = None) -> FinetuneConfig:
+    """Return the run that the command line asks for, as `parse_pretrain` does."""
+    config = _parse(FinetuneOptions, argv)
+    assert isinstance(config, FinetuneConfig)
+    return config
+
+
+def _parse(kind: type[TrainOptions], argv: Sequence[str] | None) -> RunConfig:
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
-        flags.print_help(PretrainOptions, PROGRAM, quiet=os.environ.get("RANK", "0") != "0")
-    options, problems = read_options(words)
+        flags.print_help(kind, kind.program, quiet=os.environ.get("RANK", "0") != "0")
+    options, problems = read_options(words, kind)
     try:
         config = resolve(options, world_size_of(options))
     except ConfigError as error:
@@ -181,18 +278,18 @@ def parse_pretrain(argv: Sequence[str] | None = None) -> PretrainConfig:
         # Paths that the system cannot even look at: too long, a loop of links, the home of nobody.
         problems.append(f"a path among the options cannot be used: {error}")
     if problems:
-        exit_with_problems(problems, PROGRAM)
+        exit_with_problems(problems, kind.program)
     return config
 
 
-def read_options(words: Sequence[str]) -> tuple[PretrainOptions, list[str]]:
+def read_options(words: Sequence[str], kind: type[Asked]) -> tuple[Asked, list[str]]:
     """Return the options that the words of a command line give, a --config file included, and what is wrong with them."""
-    known = flags.flags_of(PretrainOptions)
+    known = flags.flags_of(kind)
     given, problems = flags.read_words(_written_out(words), known)
     if "config" in given:
         from_file, found = flags.read_file(given["config"][0], known)
         given, problems = from_file | given, found + problems
-    return flags.build(PretrainOptions, given, known, PROGRAM), problems
+    return flags.build(kind, given, known, kind.program), problems
 
 
 def _written_out(words: Sequence[str]) -> list[str]:
@@ -204,7 +301,7 @@ def _written_out(words: Sequence[str]) -> list[str]:
     return result
 
 
-def world_size_of(options: PretrainOptions) -> int:
+def world_size_of(options: TrainOptions) -> int:
     """Return the number of processes: of the launcher, or to plan for in a dry run."""
     if options.run.dry_run:
         sizes = options.parallel
@@ -212,7 +309,7 @@ def world_size_of(options: PretrainOptions) -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check(options: PretrainOptions, world_size: int) -> list[str]:
+def check(options: TrainOptions, world_size: int) -> list[str]:
     """Return every user error in the options of a run of `world_size` processes, a sentence each, legal values included."""
     try:
         resolve(options, world_size)
@@ -221,7 +318,13 @@ def check(options: PretrainOptions, world_size: int) -> list[str]:
     return []
 
 
-def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
+@overload
+def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig: ...
+@overload
+def resolve(options: FinetuneOptions, world_size: int) -> FinetuneConfig: ...
+@overload
+def resolve(options: TrainOptions, world_size: int) -> RunConfig: ...
+def resolve(options: TrainOptions, world_size: int) -> RunConfig:
     """Return the run that `options` describe on `world_size` processes.
 
     Reads the small files that are named (model configuration, tokenizer) and looks at the data's paths, not at its text.
@@ -233,125 +336,107 @@ def resolve(options: PretrainOptions, world_size: int) -> PretrainConfig:
     training = options.training.resolved()
     problems += options.training.check(layout.dp)
     assert training.steps is not None
-    data_problems = check_data(options.data)
-    tokenizer_size, tokenizer_problems = (None, []) if data_problems else _tokenizer_size(options.data)
+    init, init_problems = _find_init(options)
+    asked, options = options, _from(options, init)
+    data_problems = options.check_data()
+    tokenizer_size, tokenizer_problems = (None, []) if data_problems else _tokenizer_size(options.data.tokenizer)
     model_options = options.model
-    if options.parallel.pipeline_layout is not None and model_options == ModelOptions():
+    if options.parallel.pipeline_layout is not None and model_options == type(model_options)():
         # Nothing else says how deep the model is.
         model_options = replace(model_options, layers=count_layers(options.parallel.pipeline_layout))
-    model, model_problems = resolve_model(model_options, tokenizer_size, training.seq_len)
+    model, model_problems = (
+        (None, init_problems) if init_problems else resolve_model(model_options, tokenizer_size, training.seq_len)
+    )
     problems += options.learning_rate.check(training.steps, model.hidden_size if model is not None else None)
     problems += options.optimizer.check(layout.dp) + data_problems + tokenizer_problems + model_problems
     if model is not None:
         problems += _check_stages(model, layout, options)
-    run = options.run.resolved(_run_name(options.model.model))
+    run = options.run.resolved(_run_name(asked, init))
     problems += replace(options.run, out=run.out).check(None if data_problems else options.data.nothing_held_out)
     problems += options.safety.check(options.run.save_every)
-    if options.data.valid and options.run.eval_every == 0:
-        problems.append("--valid has no effect with --eval-every 0; leave one of them out")
     if problems or model is None:
-        raise ConfigError(problems)
-    return PretrainConfig(
-        parallel=replace(options.parallel, dp=layout.dp),
-        model=model_options,
-        data=options.data,
-        training=training,
-        learning_rate=options.learning_rate.resolved(training.steps, model.hidden_size),
-        optimizer=options.optimizer,
-        run=run,
-        safety=options.safety,
-        asked=options,
-        layout=layout,
-        model_config=model,
-    )
+        raise ConfigError(
+            [problem.replace(f"--tokenizer {init}", f"the tokenizer of --init {init}") for problem in problems]
+        )
+    resolved: dict[str, Any] = {
+        "parallel": replace(options.parallel, dp=layout.dp),
+        "model": model_options,
+        "training": training,
+        "learning_rate": options.learning_rate.resolved(training.steps, model.hidden_size),
+        "optimizer": options.optimizer,
+        "run": run,
+        "safety": options.safety,
+        "asked": asked,
+        "layout": layout,
+        "model_config": model,
+        "init": init,
+    }
+    if isinstance(options, FinetuneOptions):
+        return FinetuneConfig(data=options.data, **resolved)
+    assert isinstance(options, PretrainOptions)
+    return PretrainConfig(data=options.data, **resolved)
 
 
-def _run_name(model: str) -> str:
-    """Return the name of a preset, or of the folder or file that --model names."""
-    if model in PRESETS:
-        return model
+def _find_init(options: TrainOptions) -> tuple[Path | None, list[str]]:
+    """Return the Hugging Face folder to start from, None for random weights, and what is wrong with --init."""
+    given = options.model.init
+    try:
+        if given is not None:
+            return (None if given == "none" else find_model(given)), []
+    except ConfigError as error:
+        return None, [f"--init {given}: {problem}" for problem in error.problems]
+    if options.model != FinetuneModelOptions():
+        return None, []
+    try:
+        return find_model(DEFAULT_RUN), []
+    except ConfigError:
+        return None, []
+
+
+def _from(options: Asked, init: Path | None) -> Asked:
+    """Return the options with what is not given taken from the folder to start from."""
+    if init is None:
+        return replace(options, model=replace(options.model, init=None))
+    data = options.data
+    if data.tokenizer is None:
+        data = replace(data, tokenizer=str(init))
+        if isinstance(data, ChatOptions) and data.template is None and not brings_template(init):
+            data = replace(data, template=DEFAULT_TEMPLATE)
+    return replace(options, data=data, model=replace(options.model, init=str(init)))
+
+
+def _run_name(options: TrainOptions, init: Path | None) -> str:
+    """Return the name of the preset or folder that the model is from, and what is done with it unless that is pretraining."""
+    model = options.model.model if init is None else options.model.init or str(DEFAULT_RUN)
     path = Path(model).expanduser().resolve()
-    return path.parent.name if path.name == "config.json" else path.stem
+    name = model if model in PRESETS else path.parent.name if path.name == "config.json" else path.stem
+    if isinstance(options, FinetuneOptions):
+        return f"{name}-sft"
+    return name if init is None else f"{name}-pretrain"
 
 
-def _check_stages(model: DecoderConfig, layout: Layout, options: PretrainOptions) -> list[str]:
+def _check_stages(model: DecoderConfig, layout: Layout, options: TrainOptions) -> list[str]:
     """Return what keeps the model from being cut up in this layout."""
     training, text = options.training, options.parallel.pipeline_layout
     problems = model.check(layout, training.seq_len, options.parallel.sp, balanced=text is None)
     if problems or training.check(layout.dp):
         return problems
     try:
-        schedule = options.parallel.make_schedule(training.global_batch // (training.micro_batch * layout.dp))
+        num_micro_batches = training.global_batch // (training.micro_batch * layout.dp)
+        schedule = options.parallel.make_schedule(num_micro_batches, model.num_hidden_layers)
         stage_ranges(model, schedule.num_stages, text, training.seq_len, layout.pp)
     except ConfigError as error:
         return error.problems
     return []
 
 
-def _tokenizer_size(options: DataOptions) -> tuple[int | None, list[str]]:
+def _tokenizer_size(given: str | None) -> tuple[int | None, list[str]]:
     """Return the number of ids of the tokenizer, without training the default one."""
     try:
-        if find_tokenizer(options.tokenizer).kind == "default":
+        if find_tokenizer(given).kind == "default":
             return DEFAULT_VOCAB_SIZE, []
         from parallax.data.tokenizers import load_tokenizer
 
-        return load_tokenizer(options.tokenizer).vocab_size, []
+        return load_tokenizer(given).vocab_size, []
     except ConfigError as error:
         return None, error.problems
-
-
-@dataclass(frozen=True)
-class Difference:
-    """An option, or a field of the model, that another run has otherwise. `harmless`: the losses are the same, to rounding."""
-
-    name: str
-    before: Any
-    now: Any
-    harmless: bool
-
-    def __str__(self) -> str:
-        if self.name in _FINGERPRINTS:
-            return f"the {self.name} is not the same"
-        if self.name in _FOLLOWING_STEPS:
-            flag = f"--{self.name.replace('_', '-')}"
-            return f"{flag} was {_shown(self.before)} and is now {_shown(self.now)}, which follows from --steps unless given"
-        return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
-
-
-# What a run's identity holds beside its options, and options whose default depends on another.
-_FINGERPRINTS = frozenset({"data", "tokenizer"})
-_DATA_CHANGED = "the data is not the same"  # said only where no file of it is known to differ
-_FOLLOWING_STEPS = frozenset({"warmup_steps", "lr_decay_steps"})
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
-    """Return in what two runs differ, each a `PretrainConfig.to_dict()` with fingerprints, under their names, added to it."""
-    before, now = (json.loads(json.dumps(saved)) for saved in (before, now))  # tuples become lists, as in a file
-    pairs: list[tuple[str, Any, Any, bool]] = []
-    for part in ("model", "resolved"):
-        old, new = before.get(part, {}), now.get(part, {})
-        for name in dict.fromkeys([*old, *new]):
-            # The sizes of the model are compared as they came out, whichever option or file gave them.
-            if part == "model" or name not in _MODEL_OPTIONS:
-                pairs.append((name, old.get(name), new.get(name), part == "resolved" and name in HARMLESS))
-    for name in dict.fromkeys([*before, *now]):
-        if name not in ("model", "resolved", "options"):
-            pairs.append((name, before.get(name), now.get(name), False))
-    return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
-
-
-_MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptions))
-
-
-def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return, each as a clause, the differences that would make a resumed run another one."""
-    found = [difference for difference in differences(before, now) if not difference.harmless]
-    clauses = [str(difference) for difference in found if difference.name != "data_files"]
-    for difference in found:
-        if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):
-            clauses = [*(clause for clause in clauses if clause != _DATA_CHANGED), *files]
-    return clauses

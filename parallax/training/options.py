@@ -14,8 +14,11 @@ from parallax.errors import ConfigError
 from parallax.flags import named
 from parallax.mesh import Layout
 from parallax.pipeline.actions import Schedule
+from parallax.pipeline.costs import Costs
 from parallax.pipeline.schedules import ALL_SCHEDULES, make_schedule
+from parallax.pipeline.schedules.automatic import Choice, choose_schedule
 from parallax.pipeline.tables import read_schedule
+from parallax.pipeline.trace import read_trace
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,13 @@ class ParallelOptions:
     sp: Annotated[bool, named("sp", "sequence-parallel")] = False
     """Sequence parallel: between the matrices, split the sequence over the tp ranks, which saves activation memory."""
 
-    schedule: Annotated[str, named("schedule", metavar="|".join([*ALL_SCHEDULES, "FILE.csv"]))] = "1f1b"
-    """Order of the micro-batches in the pipeline: one of ours, or a table of your own (see docs/pipeline.md)."""
+    schedule: Annotated[str, named("schedule", metavar="|".join([*ALL_SCHEDULES, "auto", "FILE.csv"]))] = "1f1b"
+    """Order of the micro-batches in the pipeline: one of ours, that which a simulation finds best, or your own table."""
+
+    schedule_costs: Annotated[
+        str | None, named("schedule-costs", metavar="FILE.json", default="equal, messages taking no time")
+    ] = None
+    """What --schedule auto simulates with: the times of a step that --trace-pipeline recorded on this machine."""
 
     chunks: Annotated[
         int | None,
@@ -75,13 +83,21 @@ class ParallelOptions:
             )
         return Layout(self.tp, self.pp, max(1, dp)), problems
 
-    def make_schedule(self, num_micro_batches: int) -> Schedule:
+    def choose_schedule(self, num_micro_batches: int, num_layers: int) -> Choice:
+        """Return what --schedule auto finds best of those that hold each stage once, and why."""
+        costs = Costs() if self.schedule_costs is None else read_trace(self.schedule_costs).share_costs()
+        once = [name for name, record in ALL_SCHEDULES.items() if not record.holds_twice]
+        return choose_schedule(self.pp, num_micro_batches, costs, names=once, most_stages=num_layers)
+
+    def make_schedule(self, num_micro_batches: int, num_layers: int) -> Schedule:
         """Return the table of a step's actions; raises ConfigError if there is none for these sizes, or the file is wrong."""
+        if self.schedule == "auto":
+            return self.choose_schedule(num_micro_batches, num_layers).schedule
         if self.schedule in ALL_SCHEDULES:
             return make_schedule(self.schedule, self.pp, num_micro_batches, self.chunks)
         if not self.schedule.endswith(".csv"):
             raise ConfigError(
-                f"--schedule {self.schedule} is unknown; use {', '.join(ALL_SCHEDULES)}, or the name of a .csv file"
+                f"--schedule {self.schedule} is unknown; use {', '.join(ALL_SCHEDULES)}, auto, or the name of a .csv file"
             )
         if self.chunks is not None:
             raise ConfigError(f"--chunks {self.chunks} goes with a schedule by name; {self.schedule} says it itself")
@@ -90,6 +106,12 @@ class ParallelOptions:
     def check(self) -> list[str]:
         """Return what contradicts itself here, a sentence each."""
         problems = []
+        if self.schedule_costs is not None and self.schedule != "auto":
+            problems.append(
+                f"--schedule-costs has no effect with --schedule {self.schedule}; use --schedule auto with it"
+            )
+        if self.chunks is not None and self.schedule == "auto":
+            problems.append(f"--schedule auto finds the number of stages itself; leave out --chunks {self.chunks}")
         if self.sp and self.tp == 1:
             problems.append("--sp has no effect with --tp 1; leave it out, or use --tp 2 or more")
         return problems

@@ -158,7 +158,7 @@ def make_plan(run: PlannedRun) -> Plan:
     return Plan(
         config=config,
         layout=layout,
-        schedule=parallel.schedule,
+        schedule=schedule.name,
         num_micro_batches=num_micro_batches,
         tokens_per_step=training.tokens_per_step,
         flops_per_step=flops_per_token(config, training.seq_len) * training.tokens_per_step,
