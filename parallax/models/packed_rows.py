@@ -51,6 +51,13 @@ class PackedRows:
         bounds = torch.cat([first, first.new_tensor([documents.numel()])])
         return cls(tuple(bounds.diff().tolist()), bounds.int(), positions)
 
+    def to(self, device: torch.device) -> PackedRows:
+        """Return the same on a device; what is on the host already was found without making a GPU wait."""
+        bounds, positions = (
+            None if tensor is None else tensor.to(device, non_blocking=True) for tensor in (self.bounds, self.positions)
+        )
+        return PackedRows(self.lengths, bounds, positions)
+
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         """Return causal attention inside each document, `[batch, seq, heads, head_dim]` three times to once."""
         if not self.lengths:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -68,6 +68,13 @@ class StepResult:
         return torch.stack([self.loss, self.grad_norm, self.weight, self.verdict, self.asked])
 
 
+class MicroBatch(NamedTuple):
+    """One micro-batch on the device, and what its rows hold."""
+
+    tensors: Batch
+    rows: PackedRows | None
+
+
 @dataclass(frozen=True, eq=False)
 class _StageFunction:
     """One stage as the pipeline sees it: the first finds its tokens by the micro-batch, the last gives the loss."""
@@ -78,13 +85,13 @@ class _StageFunction:
     is_last: bool
 
     def __call__(self, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
-        batch = self.runner.batches[micro_batch]
-        output = self.stage(batch["input_ids"] if self.is_first else hidden, self.runner.rows[micro_batch])
+        batch, rows = self.runner.batches[micro_batch]
+        output = self.stage(batch["input_ids"] if self.is_first else hidden, rows)
         return self._loss(output, batch) if self.is_last else output
 
     def segments(self, micro_batch: int) -> list[Segment]:
-        batch = self.runner.batches[micro_batch]
-        segments = self.stage.segments(batch["input_ids"], self.runner.rows[micro_batch])
+        batch, rows = self.runner.batches[micro_batch]
+        segments = self.stage.segments(batch["input_ids"], rows)
         if self.is_last:
             segments.append(Segment(lambda logits: (self._loss(logits, batch),)))
         return merged(segments)
@@ -116,29 +123,30 @@ class StageRunner:
         functions = {
             index: _StageFunction(self, stage, index == 0, index == last) for index, stage in self.stages.items()
         }
-        self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights)
+        self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights, journal=mesh.journal)
         self.training = self.executor.program
         self.evaluating = self.executor.prepare(schedule.forwards())
-        self.batches: Sequence[Batch] = ()  # of the step that is under way
-        self.rows: Sequence[PackedRows | None] = ()
+        self.batches: Sequence[MicroBatch] = ()  # of the step that is under way
         self.weight = torch.ones(())
 
-    def on_device(self, batches: Sequence[Batch]) -> list[Batch]:
+    def on_device(self, batches: Sequence[Batch]) -> list[MicroBatch]:
         """Return the micro-batches on this rank's device."""
-        return [
-            {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
-            for batch in batches
-        ]
+        device, result = self.mesh.device, []
+        for batch in batches:
+            rows = PackedRows.from_batch(batch)  # from what is on the host: nothing waits for a GPU
+            tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            result.append(MicroBatch(tensors, None if rows is None else rows.to(device)))
+        return result
 
-    def count(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def count(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Return the targets of the step over all micro-batches and data-parallel ranks, float64."""
-        weights = torch.stack([self.objective.weight(batch) for batch in batches])
+        weights = torch.stack([self.objective.weight(batch.tensors) for batch in batches])
         return all_reduce_(weights.sum(), self.mesh.dp).double()
 
     def run(
         self,
         program: Program,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         weight: torch.Tensor,
         listener: BackwardListener | None = None,
         recorder: Recorder | None = None,
@@ -148,9 +156,8 @@ class StageRunner:
         weight: what each micro-batch's summed loss is divided by.
         """
         self.batches, self.weight = batches, weight
-        self.rows = [PackedRows.from_batch(batch) for batch in batches]
         losses = self.executor.run(program, listener, recorder)
-        self.batches = self.rows = ()
+        self.batches = ()
         # Every tp rank of the last stage computes the same loss.
         if not losses or self.mesh.tp_rank != 0:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -178,14 +185,14 @@ class TrainStep:
         asked: Callable[[], float] = lambda: 0.0,
     ) -> StepResult:
         """Train on the rank's micro-batches. asked: a number of this rank's, to be summed over all ranks."""
-        batches = self.runner.on_device(batches)
-        weight = self.runner.count(batches)
+        loaded = self.runner.on_device(batches)
+        weight = self.runner.count(loaded)
         self.buckets.zero_grad()
         if self.fp8 is not None:
             self.fp8.begin_step()
         loss = self.runner.run(
             self.runner.training,
-            batches,
+            loaded,
             torch.where(weight > 0, weight, 1.0).float(),  # without a target the summed loss is 0 already
             listener=self.buckets,
             recorder=recorder,
@@ -213,9 +220,9 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=runner.mesh.device)
     one = torch.ones((), device=runner.mesh.device)
     for batches in steps:
-        batches = runner.on_device(batches)
-        weight = runner.count(batches)
-        total[0] += runner.run(runner.evaluating, batches, one)
+        loaded = runner.on_device(batches)
+        weight = runner.count(loaded)
+        total[0] += runner.run(runner.evaluating, loaded, one)
         total[1] += weight if runner.mesh.rank == 0 else 0
         if give_up():
             return None
