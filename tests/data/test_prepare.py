@@ -11,6 +11,7 @@ import pytest
 
 from parallax.data import DataOptions, prepare_data
 from parallax.data import corpus as corpus_module
+from parallax.data import token_store as token_store_module
 from parallax.data.corpus import user_corpus
 from parallax.data.encoding import blocks as blocks_module
 from parallax.data.token_store import open_token_store, token_dtype, token_store
@@ -51,6 +52,15 @@ def test_pieces_and_batches_of_any_size_give_the_same_tokens(folder: Path, monke
         store = token_store(user_corpus([str(folder)]), ByteTokenizer())
         assert store.tokens.tolist() == EXPECTED
         assert store.document_starts.tolist() == [0, 4, 12, 27]
+
+
+def test_worker_processes_make_the_same_tokens(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store_module, "WORKERS_FROM_BYTES", 0)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", 5)
+    store = token_store(user_corpus([str(folder)]), ByteTokenizer())
+    assert store.tokens.tolist() == EXPECTED
+    assert store.document_starts.tolist() == [0, 4, 12, 27]
 
 
 class WideTokenizer(ByteTokenizer):
