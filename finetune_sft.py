@@ -50,7 +50,7 @@ def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:
     from parallax.checkpoint.initial_weights import load_weights, look_into
     from parallax.checkpoint.parts import CheckpointParts
     from parallax.objectives.masked_next_token import MaskedNextToken
-    from parallax.training.build import DTYPES, build_train_step
+    from parallax.training.build import DTYPES, build_train_step, describe_fp8
     from parallax.training.checkpoints import Checkpoints, Resume, agree, only_run_in
     from parallax.training.fit import Evaluation, Run, fit
     from parallax.training.flops import total_peak_flops
@@ -75,9 +75,11 @@ def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:
         objective,
         sequence_parallel=config.parallel.sp,
         spike_factor=config.safety.spike_factor,
+        fp8=config.fp8,
     )
     dtype = DTYPES[training.precision]
     parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype, **carried)
+    parts.scales = train_step.fp8.scales if train_step.fp8 is not None else None
     start, state = resume.restore(start, parts, mesh)
     if start is None and config.init is not None:
         load_weights(config.init, parts, mesh)
@@ -98,6 +100,8 @@ def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:
             config.save()
         metrics.show(config.describe())
         metrics.say(f"data           {data.description}")
+        for line in describe_fp8(train_step.fp8, config.fp8_layers):
+            metrics.say(line)
         if config.why_schedule is not None:
             metrics.say(f"schedule       {config.why_schedule}")
         metrics.say(f"going on from  {start}" if start else f"starting from  {config.describe_start()}")

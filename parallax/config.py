@@ -30,11 +30,12 @@ from parallax.data.tokenizer_source import find_tokenizer
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.errors import ConfigError, exit_with_problems
 from parallax.mesh import Layout
-from parallax.models.config import DecoderConfig
+from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.options import FinetuneModelOptions, ModelOptions, resolve_model
 from parallax.models.presets import PRESETS
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.split import count_layers
+from parallax.precision.options import Fp8Options
 from parallax.training.lr import FinetuneLearningRateOptions, LearningRateOptions
 from parallax.training.options import FinetuneTrainingOptions, ParallelOptions, RunOptions, TrainingOptions
 from parallax.training.safety import SafetyOptions
@@ -61,6 +62,7 @@ class TrainOptions:
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     run: RunOptions = field(default_factory=RunOptions)
     safety: SafetyOptions = field(default_factory=SafetyOptions)
+    fp8: Fp8Options = field(default_factory=Fp8Options)
 
     def check_data(self) -> list[str]:
         """Return what is wrong with `data`, a sentence each."""
@@ -171,6 +173,13 @@ class RunConfig(TrainOptions):
         return self.parallel.make_schedule(self.num_micro_batches, self.model_config.num_hidden_layers)
 
     @property
+    def fp8_layers(self) -> dict[str, dict[str, str]] | None:
+        """How the products of each linear layer run, {layer: {product: in words}}; None without --precision fp8."""
+        if self.training.precision != "fp8":
+            return None
+        return self.fp8.recipe.table(linear_layers(self.model_config))
+
+    @property
     def carried_from(self) -> Path | None:
         """The folder from which a checkpoint takes over what goes with a tokenizer: that of the initial weights, if it is its."""
         return self.init if self.asked.data.tokenizer is None else None
@@ -191,9 +200,14 @@ class RunConfig(TrainOptions):
             "program": self.asked.program,
             "init": self.asked.model.init,
             "options": flags.values_of(self.asked, known),
-            "resolved": flags.values_of(self, known),
+            "resolved": flags.values_of(self, {name: flag for name, flag in known.items() if self._is_used(flag)}),
             "model": dataclasses.asdict(self.model_config),
+            **({} if self.fp8_layers is None else {"fp8_layers": self.fp8_layers}),
         }
+
+    def _is_used(self, flag: flags.Flag) -> bool:
+        """Whether an option is of a part of the run that there is."""
+        return flag.path[0] != "fp8" or self.training.precision == "fp8"
 
     def save(self) -> None:
         """Write config.json into the run's folder."""
@@ -208,6 +222,8 @@ class RunConfig(TrainOptions):
         rows: dict[str, list[str]] = {}
         for flag in flags.flags_of(type(self.asked)).values():
             group, name = flag.path
+            if not self._is_used(flag):
+                continue
             value = getattr(getattr(self, group), name)
             if value is not None and value != () and value is not False and name not in ("world_size", "dry_run"):
                 shown = (
@@ -354,6 +370,10 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
     run = options.run.resolved(_run_name(asked, init))
     problems += replace(options.run, out=run.out).check(None if data_problems else options.data.nothing_held_out)
     problems += options.safety.check(options.run.save_every)
+    problems += options.fp8.check(training.precision)
+    if model is not None and training.precision == "fp8":
+        problems += options.fp8.check_model(linear_layers(model), training.seq_len)
+        problems += options.fp8.check_key_value_heads(model.num_key_value_heads, layout.tp)
     if problems or model is None:
         raise ConfigError(
             [problem.replace(f"--tokenizer {init}", f"the tokenizer of --init {init}") for problem in problems]
@@ -366,6 +386,7 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
         "optimizer": options.optimizer,
         "run": run,
         "safety": options.safety,
+        "fp8": options.fp8,
         "asked": asked,
         "layout": layout,
         "model_config": model,

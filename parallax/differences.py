@@ -15,7 +15,7 @@ from parallax.models.options import ModelOptions
 HARMLESS = frozenset(
     "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group micro_batch recompute steps "
     "tokens out resume save_every log_every eval_every eval_steps trace_pipeline timeout config dry_run world_size "
-    "keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps".split()
+    "keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps fp8_backend".split()
 )
 
 
@@ -38,7 +38,7 @@ class Difference:
 
 
 # What a run's identity holds beside its options, and options whose default depends on another.
-_FINGERPRINTS = frozenset({"data", "tokenizer"})
+_FINGERPRINTS = frozenset({"data", "tokenizer", "fp8_layers"})
 _DATA_CHANGED = "the data is not the same"  # said only where no file of it is known to differ
 _FOLLOWING_STEPS = frozenset({"warmup_steps", "lr_decay_steps"})
 

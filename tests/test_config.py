@@ -134,7 +134,7 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--kv-heads 3", 1, "--kv-heads 3 must divide --heads 8; use 1, 2, 4 or 8"),
         ("--vocab 4095", 1, "--vocab 4095 has no room for the 4096 ids of the tokenizer; use --vocab 4096 or more"),
         ("--vocab 0", 1, "--vocab 0 must be at least 1"),
-        ("--precision fp16", 1, "--precision fp16 is unknown; use fp32 or bf16"),
+        ("--precision fp16", 1, "--precision fp16 is unknown; use fp32, bf16 or fp8"),
         ("--recompute some", 1, "--recompute some is unknown; use none, selective or full"),
         ("--lr 0", 1, "--lr 0.0 must be above 0"),
         ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.00390625"),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from parallax.models.config import DecoderConfig
+from parallax.precision.scales import Scales
 from parallax.tensor_parallel.facts import ParameterFacts
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -71,3 +72,5 @@ class CheckpointParts:
     dtype: torch.dtype = torch.float32
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     config_fields: Mapping[str, Any] = field(default_factory=dict)
+    scales: of FP8 with delayed scaling; the trainer saves them with its state.
+    scales: Scales | None = None

@@ -93,7 +93,7 @@ class Operand:
 
         What kernels take; they add nothing to a sum. Rows before and after are to be cut off the result.
         """
-        unit = (1 if self.tile[0] == 1 else TILE_SIZE, TILE_SIZE) if self.tile else (MULTIPLE, MULTIPLE)
+        unit = self.tile or (MULTIPLE, MULTIPLE)
         after = [-(size + lead) % n for size, lead, n in zip(self.data.shape, self.lead, unit, strict=True)]
         if not any(after) and not any(self.lead):
             return replace(self, data=self.data.contiguous())

@@ -39,14 +39,7 @@ class Fp8Options:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(
-            scaling=self.fp8_recipe,
-            fp8_format=self.fp8_format,
-            power_of_two_scales=self.fp8_scales == "pow2",
-            amax_history_len=self.fp8_amax_history,
-            margin=self.fp8_margin,
-            keep=self.fp8_keep,
-        )
+        return _recipe(self)
 
     def check(self, precision: str) -> list[str]:
         """Return what contradicts itself here or with --precision, a sentence each."""
@@ -104,6 +97,27 @@ class Fp8Options:
                 f"--precision fp8 needs --seq-len to be a multiple of {MULTIPLE}, not {seq_len}; use {_nearest(seq_len)}"
             )
         return problems
+
+    def check_key_value_heads(self, heads: int, tp: int) -> list[str]:
+        """Return what keeps tp ranks that share a key-value head from quantising its gradient: each has a part of it."""
+        shared = [name for name in ("k_proj", "v_proj") if not self.recipe.keeps(name)]
+        if tp <= heads or not shared:
+            return []
+        return [
+            f"--precision fp8 with --tp {tp} needs as many key-value heads, not {heads}: the {tp // heads} ranks that share one "
+            f"each have a part of its gradient; use --tp {heads} or less, or --fp8-keep {' '.join(shared)}"
+        ]
+
+
+def _recipe(options: Fp8Options) -> Recipe:
+    return Recipe(
+        scaling=options.fp8_recipe,
+        fp8_format=options.fp8_format,
+        power_of_two_scales=options.fp8_scales == "pow2",
+        amax_history_len=options.fp8_amax_history,
+        margin=options.fp8_margin,
+        keep=options.fp8_keep,
+    )
 
 
 def _nearest(size: int) -> str:

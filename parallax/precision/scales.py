@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from parallax.collectives import all_reduce_
-from parallax.mesh import Group
+from parallax.collectives import all_reduce_, gather_json
+from parallax.mesh import Group, Mesh
 from parallax.precision.delayed import DelayedScaling
 from parallax.precision.recipe import Recipe
 
@@ -97,6 +97,12 @@ class Scales:
                 }
             )
         self._join()
+
+
+def gather_scales(scales: Scales, mesh: Mesh) -> dict[str, Any]:
+    """Return the scales of all pipeline stages as one `Scales.to_dict`; called by all ranks."""
+    rows = gather_json(scales.to_dict(), mesh.pp, mesh.device)
+    return {**rows[0], "layers": {name: layer for row in rows for name, layer in row["layers"].items()}}
 
 
 def _to_json(amax: float) -> float | str:

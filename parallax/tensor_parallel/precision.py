@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from parallax.mesh import Group, Mesh, Replicas
+from parallax.precision.backends.choose import Choice
 from parallax.precision.operands import Cut
-from parallax.precision.products import Backend, Products
+from parallax.precision.products import Products
 from parallax.precision.recipe import Recipe
 from parallax.precision.scales import Scales
 from parallax.precision.tiles import TILE_SIZE
@@ -21,8 +22,9 @@ ParallelLinear = ColumnParallelLinear | RowParallelLinear
 
 @dataclass(frozen=True, eq=False)
 class Fp8State:
-    """What FP8 keeps on this rank. scales: of delayed scaling; None with tiles."""
+    """What FP8 keeps on this rank. choice: the backend, and why. scales: of delayed scaling; None with tiles."""
 
+    choice: Choice
     products: dict[str, Products]
     scales: Scales | None
 
@@ -39,12 +41,13 @@ class Fp8State:
             self.scales.finish_step()
 
 
-def apply_recipe(modules: Iterable[nn.Module], recipe: Recipe, backend: Backend, mesh: Mesh) -> Fp8State:
+def apply_recipe(modules: Iterable[nn.Module], recipe: Recipe, choice: Choice, mesh: Mesh) -> Fp8State:
     """Let every parallel linear layer that the recipe does not keep in bf16 run in FP8; return what is to be kept of it.
 
     modules: this rank's stages, whose submodules have the names that patterns of the recipe match. Called by every rank of
     the mesh. A train step calls `begin_step` and `finish_step` of the result.
     """
+    backend = choice.backend
     layers: dict[str, ParallelLinear] = {}
     for module in modules:
         for name, layer in module.named_modules():
@@ -57,7 +60,9 @@ def apply_recipe(modules: Iterable[nn.Module], recipe: Recipe, backend: Backend,
         outputs, inputs = _cuts(layer.parameter_facts["weight"], layer.tp)
         slots = None if scales is None else scales.slots(name)
         layer.products = Products(recipe, backend, outputs, inputs, slots)
-    return Fp8State({name: layer.products for name, layer in layers.items() if layer.products is not None}, scales)
+    return Fp8State(
+        choice, {name: layer.products for name, layer in layers.items() if layer.products is not None}, scales
+    )
 
 
 def _make_scales(layers: dict[str, ParallelLinear], recipe: Recipe, mesh: Mesh) -> Scales:

@@ -16,8 +16,9 @@ from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
 from parallax.precision.backends.choose import choose_backend
 from parallax.precision.options import Fp8Options
+from parallax.precision.recipe import Table, in_words
 from parallax.tensor_parallel.facts import named_parameters_with_facts
-from parallax.tensor_parallel.precision import apply_recipe
+from parallax.tensor_parallel.precision import Fp8State, apply_recipe
 from parallax.training.faults import Judge
 from parallax.training.options import TrainingOptions
 from parallax.training.step import Objective, StageRunner, TrainStep
@@ -45,7 +46,7 @@ def build_train_step(
     fp8: with --precision fp8; raises ConfigError when its backend cannot run here.
     """
     fp8 = fp8 or Fp8Options()
-    backend = None if training.precision != "fp8" else choose_backend(fp8, mesh.device)
+    choice = None if training.precision != "fp8" else choose_backend(fp8, mesh.device)
     sequence_parallel = sequence_parallel and mesh.tp is not None
     stages = build_stages(
         model,
@@ -59,7 +60,7 @@ def build_train_step(
         sequence_parallel=sequence_parallel,
         recompute=training.recompute,
     )
-    fp8_state = None if backend is None else apply_recipe(stages.values(), fp8.recipe, backend, mesh)
+    fp8_state = None if choice is None else apply_recipe(stages.values(), fp8.recipe, choice, mesh)
     named: dict[str, NamedParameter] = {}  # a rank's stages may share the embedding
     for stage in stages.values():
         for entry in named_parameters_with_facts(stage, mesh.tp):
@@ -87,3 +88,11 @@ def build_train_step(
         Judge(mesh.device, spike_factor),
         fp8_state,
     )
+
+
+def describe_fp8(state: Fp8State | None, layers: Table | None) -> list[str]:
+    """Return what computes in FP8 and why, and how each layer's products run, a line each; nothing without FP8."""
+    if state is None or layers is None:
+        return []
+    lines = in_words(layers)
+    return [f"fp8            {state.choice.backend.name}: {state.choice.reason}"] + [" " * 15 + line for line in lines]

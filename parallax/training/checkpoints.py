@@ -24,6 +24,7 @@ from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.training.safety import SafetyOptions
 from parallax.training.state import TrainState
+from parallax.precision.scales import gather_scales
 
 # What this run is: its configuration and the fingerprints of its data and tokenizer; stored with each checkpoint.
 Identity = dict[str, Any]
@@ -89,7 +90,7 @@ class Resume:
         """
         while start is not None:
             try:
-                return start, TrainState.from_dict(load(start, parts, mesh)["training"]["counters"])
+                return start, _restored(load(start, parts, mesh)["training"], parts)
             except ConfigError as error:
                 start = self._older(start, error, mesh)
         return None, TrainState()
@@ -121,6 +122,12 @@ def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
         except BlockingIOError:
             os.close(lock)
             raise ConfigError(f"another run is writing to --out {out}; wait for it, or give another --out") from None
+def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
+    if parts.scales is not None:
+        parts.scales.load_dict(training["fp8"])
+    return TrainState.from_dict(training["counters"])
+
+
         return lock
 
     lock = together(hold, mesh, f"making --out {out}")
@@ -171,6 +178,8 @@ class Checkpoints:
         """Return when what was begun is on the disk; raises ConfigError, the same on all ranks, if it cannot be written."""
         if self._saver is not None:
             self._saver.wait()
+        if self._parts.scales is not None:
+            self._parts.state["fp8"] = gather_scales(self._parts.scales, self._mesh)
 
     def _remove_replaced(self, newest_step: int) -> None:
         """Remove what `newest_step`, which is complete, makes needless; what cannot be removed stays, with a notice."""
@@ -185,7 +194,7 @@ class Checkpoints:
         start = find_latest(self._root, self._mesh)
         while start is not None:
             try:
-                return start, TrainState.from_dict(load(start, self._parts, self._mesh)["training"]["counters"])
+                return start, _restored(load(start, self._parts, self._mesh)["training"], self._parts)
             except ConfigError:
                 start = find_latest(self._root, self._mesh, older_than=step_of(start))
         return None

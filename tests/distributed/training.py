@@ -12,6 +12,7 @@ from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
 from parallax.objectives.next_token import NextToken
 from parallax.pipeline.schedules import make_schedule
+from parallax.precision.options import Fp8Options
 from parallax.training.build import build_train_step
 from parallax.training.lr import LearningRateOptions, learning_rate
 from parallax.training.options import TrainingOptions
@@ -63,6 +64,7 @@ class Case:
     pipeline_layout: str | None = None
     zero_group: int | None = None
     optimizer: str = "adamw"
+    fp8: Fp8Options = Fp8Options()
 
     @property
     def reference(self) -> Case:
@@ -96,7 +98,9 @@ def build(mesh: Mesh, case: Case) -> TrainStep:
     layers = stage_ranges(case.model, schedule.num_stages, case.pipeline_layout, case.seq_len)
     objective = NextToken(case.model.vocab_size, mesh.tp)
     options = OptimizerOptions(case.optimizer, case.zero, case.zero_group)
-    return build_train_step(mesh, case.model, layers, schedule, training, options, objective, sequence_parallel=case.sp)
+    return build_train_step(
+        mesh, case.model, layers, schedule, training, options, objective, sequence_parallel=case.sp, fp8=case.fp8
+    )
 
 
 def loader_of(mesh: Mesh, case: Case) -> BatchLoader:

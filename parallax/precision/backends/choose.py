@@ -36,13 +36,8 @@ class Choice:
     reason: str
 
 
-def choose_backend(options: Fp8Options, device: torch.device) -> Backend:
-    """Return what computes in FP8 on `device`. Raises ConfigError when the one that was asked for cannot run here."""
-    return choice_of(options, device).backend
-
-
-def choice_of(options: Fp8Options, device: torch.device) -> Choice:
-    """Return the backend and why; raises ConfigError when the one that was asked for cannot run here."""
+def choose_backend(options: Fp8Options, device: torch.device) -> Choice:
+    """Return what computes in FP8 on `device`; raises ConfigError when the one that was asked for cannot run here."""
     asked = options.fp8_backend
     reasons: list[str] = []
     for candidate in candidates():
