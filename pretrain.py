@@ -18,7 +18,6 @@ from parallax.data.prepare import PreparedData, prepare_data
 from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
 from parallax.mesh import Mesh, connect
-from parallax.models.config import flops_per_token
 from parallax.training.lr import learning_rate
 
 
@@ -114,7 +113,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 config.run,
                 config.safety,
                 config.steps,
-                training.tokens_per_step,
+                model,
                 train_step,
                 loader,
                 evaluations,
@@ -122,7 +121,6 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 state,
                 lambda step: learning_rate(step, config.learning_rate),
                 Checkpoints(root, parts, identity, mesh, config.safety, say=metrics.say),
-                flops_per_token(model, training.seq_len),
                 total_peak_flops(mesh, dtype),
                 config.out,
             )

@@ -18,6 +18,7 @@ import numpy as np
 
 from parallax.data.blend import BlendedDataset, BlendOrder
 from parallax.data.order import DataOrder
+from parallax.data.packing import IGNORE_INDEX
 from parallax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class BatchLoader:
         global_batch_size: samples per step over all ranks.
         micro_batch_size: samples in one forward pass of a rank.
         dp_rank, dp_size: this rank's place among the data-parallel ranks; the others see other samples.
-        shuffle: False reads the data set in its own order, as evaluation does.
+        shuffle: False reads the data set once, in its own order, as evaluation does: past its end there is nothing to predict.
         pin_memory: put the tensors into page-locked memory, from where a GPU can copy them without waiting.
 
     Raises:
@@ -78,7 +79,13 @@ class BatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.pin_memory = pin_memory
+        self.shuffle = shuffle
         self.num_micro_batches = global_batch_size // (micro_batch_size * dp_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many steps go through the data set once, the last of them perhaps not full."""
+        return -(-len(self.dataset) // self.global_batch_size)
 
     def micro_batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """Return this rank's micro-batches of a step, counted from 0.
@@ -98,5 +105,7 @@ class BatchLoader:
         if "window" in arrays:
             windows = arrays.pop("window")  # [micro_batch, seq + 1]
             arrays = {"input_ids": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()} | arrays
+        if not self.shuffle:
+            arrays["labels"][max(0, len(self.dataset) - first) :] = IGNORE_INDEX
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch

@@ -18,9 +18,10 @@ import torch
 from parallax.collectives import all_reduce_, barrier
 from parallax.data.loader import BatchLoader
 from parallax.errors import EXIT_BAD_NUMBERS, Stop
+from parallax.models.config import DecoderConfig
 from parallax.pipeline.recorder import Recorder
 from parallax.training.faults import BadStep, Report, Verdict, culprits
-from parallax.training.flops import mfu
+from parallax.training.flops import Work, mfu
 from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
 from parallax.training.options import RunOptions
 from parallax.training.pipeline_trace import write_pipeline_trace
@@ -32,7 +33,7 @@ from parallax.training.step import TrainStep, evaluate
 
 @dataclass(eq=False)
 class Evaluation:
-    """How a set that is not trained on is evaluated: its first `steps` global batches, the same each time.
+    """How a set that is not trained on is evaluated: its first `steps` global batches, fewer if it ends, the same each time.
 
     metric: the name of its loss in the metrics. only_at_end: it waits for the last step.
     """
@@ -60,14 +61,13 @@ class Saves(Protocol):
 class Run:
     """All that the loop works with.
 
-    steps: of the whole run. tokens_per_step: targets of one step, over all ranks. learning_rate: of a step counted from 0.
-    flops_per_token: the model's own operations. peak_flops: of all devices together. out: the run's folder.
+    steps: of the whole run. learning_rate: of a step counted from 0. peak_flops: of all devices together. out: the run's folder.
     """
 
     options: RunOptions
     safety: SafetyOptions
     steps: int
-    tokens_per_step: int
+    model: DecoderConfig
     train_step: TrainStep
     loader: BatchLoader
     evaluations: Sequence[Evaluation]
@@ -75,7 +75,6 @@ class Run:
     state: TrainState
     learning_rate: Callable[[int], float]
     saves: Saves
-    flops_per_token: float
     peak_flops: float
     out: Path
 
@@ -167,8 +166,9 @@ class _Loop:
             numbers = step.report.read()
             self.stop = self.stop or decode(numbers[4])
             verdict = Verdict(int(numbers[3]))
+            self.watch.work = Work(*(a + b for a, b in zip(self.watch.work, numbers[5:], strict=True)))
             if verdict is Verdict.GOOD:
-                self.run.state.tokens += round(numbers[2])
+                self.run.state.tokens += round(numbers[5])
                 self.bad_in_a_row = 0
                 self.good = step, numbers
             else:
@@ -247,22 +247,22 @@ class _Loop:
     def _measure(self, step: _Issued, numbers: list[float]) -> dict[str, float]:
         """The values of one logged step, whose numbers have been waited for."""
         run = self.run
-        seconds, steps = self.watch.read()
-        speed = steps * run.tokens_per_step / seconds
+        seconds, steps, work = self.watch.read()
         return {
             "loss": numbers[0],
             "grad_norm": numbers[1],
             "lr": step.learning_rate,
             "tokens": run.state.tokens,
-            "tokens_per_second": speed,
-            "mfu": mfu(speed, run.flops_per_token, run.peak_flops),
+            "tokens_per_second": work.targets / seconds,
+            "mfu": mfu(work.flops(run.model) / seconds, run.peak_flops),
             "step_seconds": seconds / steps,
             "memory_bytes": peak_memory_bytes(self.mesh.device),
         }
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Return the set's loss; nothing if a rank was asked to stop meanwhile, or if there is nothing to predict."""
-        batches = (evaluation.loader.micro_batches(step) for step in range(evaluation.steps))
+        steps = min(evaluation.steps, evaluation.loader.steps_per_epoch)
+        batches = (evaluation.loader.micro_batches(step) for step in range(steps))
         loss = evaluate(self.run.train_step.runner, batches, self._asked_to_stop)
         return {} if loss is None else {evaluation.metric: loss}
 

@@ -9,12 +9,14 @@ counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
     from parallax.mesh import Mesh
+    from parallax.models.config import DecoderConfig
 
 # Dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets. The first name that is part of torch's device name
 # counts, so the special cases stand before the general ones. "H100" alone is the SXM board ("NVIDIA H100 80GB HBM3").
@@ -49,6 +51,41 @@ GPU_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("MI300X", 1307e12),
     ("MI250X", 191.5e12),  # one of its two dies, which is one device to torch
 )
+
+
+class Work(NamedTuple):
+    """What a micro-batch or more hold: labels to predict, tokens, and the sum of the squares of the lengths of their documents.
+
+    Padding is no token. A row without documents is one document.
+    """
+
+    targets: float
+    tokens: float
+    squares: float
+
+    def flops(self, model: DecoderConfig) -> float:
+        """Return the model's own operations: attention's are in proportion to the squares."""
+        from parallax.models.config import flops_per_token
+
+        return self.tokens * flops_per_token(model, self.squares / self.tokens) if self.tokens else 0.0
+
+
+NO_WORK = Work(0, 0, 0)
+
+
+def work_of(labels: torch.Tensor, lengths: Sequence[int] = ()) -> Work:
+    """Return the work of a micro-batch that is on the host, labels `[batch, seq]`; lengths: of its documents, row after row.
+
+    A document of which nothing is learned is padding: the data has no other.
+    """
+    import torch
+
+    from parallax.tensor_parallel.vocabulary import IGNORE_INDEX
+
+    sizes = torch.tensor(lengths or [labels.shape[1]] * len(labels))
+    learned_up_to = (labels != IGNORE_INDEX).view(-1).cumsum(0)[sizes.cumsum(0) - 1]
+    used = sizes[learned_up_to.diff(prepend=torch.zeros(1, dtype=torch.int64)) > 0]
+    return Work(int(learned_up_to[-1]), int(used.sum()), int((used**2).sum()))
 
 
 def gpu_peak_flops(name: str) -> float | None:
@@ -108,6 +145,6 @@ def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, b
     return 2.0 * size**3 / best
 
 
-def mfu(tokens_per_second: float, flops_per_token: float, total_peak_flops: float) -> float:
+def mfu(flops_per_second: float, total_peak_flops: float) -> float:
     """Return the share, 0 to 1, of all devices' peak FLOP/s that the model's operations used."""
-    return tokens_per_second * flops_per_token / total_peak_flops
+    return flops_per_second / total_peak_flops

@@ -6,9 +6,9 @@ metrics.jsonl holds one JSON object per logged step with the keys
     loss              the optimised loss: mean over the step's targets, nats
     grad_norm         global norm of the gradient before clipping
     lr                learning rate of the step
-    tokens            tokens trained on so far
-    tokens_per_second over all ranks, since the last logged step
-    mfu               share of the devices' peak used by the model's own operations, 0 to 1
+    tokens            targets trained on so far: all tokens in pretraining, in fine-tuning those that are learned
+    tokens_per_second targets over all ranks, since the last logged step
+    mfu               share of the devices' peak used by the model's own operations, 0 to 1; padding is none
     step_seconds      wall time of a step, mean since the last logged step
     memory_bytes      peak memory of rank 0: of its GPU, or of its process on a CPU
     eval_loss         on the held-out part, at the steps where it was evaluated
@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from parallax.training.flops import NO_WORK, Work
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -152,16 +154,16 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 
 class Stopwatch:
-    """Wall time and steps since the last reading, without what was paused (evaluation, saving)."""
+    """Wall time, steps and their work since the last reading, without the time that was paused (evaluation, saving)."""
 
     def __init__(self) -> None:
-        self.started, self.steps, self.paused = time.perf_counter(), 0, 0.0
+        self.started, self.steps, self.work, self.paused = time.perf_counter(), 0, NO_WORK, 0.0
 
-    def read(self) -> tuple[float, int]:
-        """Return (seconds, steps) since the last reading and start again."""
+    def read(self) -> tuple[float, int, Work]:
+        """Return (seconds, steps, work) since the last reading and start again."""
         now = time.perf_counter()
-        result = now - self.started - self.paused, self.steps
-        self.started, self.steps, self.paused = now, 0, 0.0
+        result = now - self.started - self.paused, self.steps, self.work
+        self.started, self.steps, self.work, self.paused = now, 0, NO_WORK, 0.0
         return result
 
     def pause(self, seconds: float) -> None:

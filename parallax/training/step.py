@@ -34,6 +34,7 @@ from parallax.tensor_parallel.precision import Fp8State
 from parallax.tensor_parallel.segments import Segment, merged
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
 from parallax.training.faults import Judge
+from parallax.training.flops import Work, work_of
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -52,8 +53,9 @@ class Objective(Protocol):
 class StepResult:
     """Numbers on the device, float64, so that a step that is not logged does not wait for them.
 
-    loss: the optimised loss, summed over the step and divided by its weight. weight: the targets of the step. verdict: a
-    `faults.Verdict`. asked: the sum over all ranks of what `asked()` returned. local: what this rank alone brought to them.
+    loss: the optimised loss, summed over the step and divided by its weight. weight: the targets of the step, each counting what
+    the objective says. verdict: a `faults.Verdict`. asked: the sum over all ranks of what `asked()` returned. work: `[3]`, see
+    `Work`. local: what this rank alone brought to them.
     """
 
     loss: torch.Tensor
@@ -61,11 +63,12 @@ class StepResult:
     weight: torch.Tensor
     verdict: torch.Tensor
     asked: torch.Tensor
+    work: torch.Tensor
     local: torch.Tensor
 
     def numbers(self) -> torch.Tensor:
-        """Return loss, gradient norm, weight, verdict and asked as one tensor."""
-        return torch.stack([self.loss, self.grad_norm, self.weight, self.verdict, self.asked])
+        """Return loss, gradient norm, weight, verdict, asked and the three of work as one tensor."""
+        return torch.cat([torch.stack([self.loss, self.grad_norm, self.weight, self.verdict, self.asked]), self.work])
 
 
 class MicroBatch(NamedTuple):
@@ -73,6 +76,7 @@ class MicroBatch(NamedTuple):
 
     tensors: Batch
     rows: PackedRows | None
+    work: Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +89,12 @@ class _StageFunction:
     is_last: bool
 
     def __call__(self, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
-        batch, rows = self.runner.batches[micro_batch]
+        batch, rows, _ = self.runner.batches[micro_batch]
         output = self.stage(batch["input_ids"] if self.is_first else hidden, rows)
         return self._loss(output, batch) if self.is_last else output
 
     def segments(self, micro_batch: int) -> list[Segment]:
-        batch, rows = self.runner.batches[micro_batch]
+        batch, rows, _ = self.runner.batches[micro_batch]
         segments = self.stage.segments(batch["input_ids"], rows)
         if self.is_last:
             segments.append(Segment(lambda logits: (self._loss(logits, batch),)))
@@ -123,7 +127,9 @@ class StageRunner:
         functions = {
             index: _StageFunction(self, stage, index == 0, index == last) for index, stage in self.stages.items()
         }
-        self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights, journal=mesh.journal)
+        self.executor = PipelineExecutor(
+            schedule, mesh.pp, functions, spec, mesh.device, weights=weights, journal=mesh.journal
+        )
         self.training = self.executor.program
         self.evaluating = self.executor.prepare(schedule.forwards())
         self.batches: Sequence[MicroBatch] = ()  # of the step that is under way
@@ -135,13 +141,17 @@ class StageRunner:
         for batch in batches:
             rows = PackedRows.from_batch(batch)  # from what is on the host: nothing waits for a GPU
             tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            result.append(MicroBatch(tensors, None if rows is None else rows.to(device)))
+            work = work_of(batch["labels"], () if rows is None else rows.lengths)
+            result.append(MicroBatch(tensors, None if rows is None else rows.to(device), work))
         return result
 
-    def count(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the targets of the step over all micro-batches and data-parallel ranks, float64."""
+    def count(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (weight, work `[3]`) of the step over all micro-batches and data-parallel ranks, float64."""
         weights = torch.stack([self.objective.weight(batch.tensors) for batch in batches])
-        return all_reduce_(weights.sum(), self.mesh.dp).double()
+        work = torch.tensor([batch.work for batch in batches], dtype=torch.float64).sum(0)
+        mine = torch.cat([weights.sum().double().view(1), work.to(self.mesh.device, non_blocking=True)])
+        total = all_reduce_(mine, self.mesh.dp)
+        return total[0], total[1:]
 
     def run(
         self,
@@ -186,7 +196,7 @@ class TrainStep:
     ) -> StepResult:
         """Train on the rank's micro-batches. asked: a number of this rank's, to be summed over all ranks."""
         loaded = self.runner.on_device(batches)
-        weight = self.runner.count(loaded)
+        weight, work = self.runner.count(loaded)
         self.buckets.zero_grad()
         if self.fp8 is not None:
             self.fp8.begin_step()
@@ -206,7 +216,7 @@ class TrainStep:
         verdict = self.judge(loss, grad_norm, weight)
         skip = (verdict != 0).float()
         self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad), skip)
-        return StepResult(loss, grad_norm, weight, verdict, total_asked, local)
+        return StepResult(loss, grad_norm, weight, verdict, total_asked, work, local)
 
 
 @torch.no_grad()
@@ -221,7 +231,7 @@ def evaluate(
     one = torch.ones((), device=runner.mesh.device)
     for batches in steps:
         loaded = runner.on_device(batches)
-        weight = runner.count(loaded)
+        weight, _ = runner.count(loaded)
         total[0] += runner.run(runner.evaluating, loaded, one)
         total[1] += weight if runner.mesh.rank == 0 else 0
         if give_up():

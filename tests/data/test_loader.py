@@ -84,9 +84,13 @@ def test_rows_are_stacked_array_by_array() -> None:
     assert batch["input_ids"][3].tolist() == [3, 4, 5, 6, 7] and batch["labels"][2].tolist() == [-2, -1, 0, 1, 2]
 
 
-def test_evaluation_starts_over_when_the_data_is_short() -> None:
+def test_evaluation_counts_no_sample_twice_when_the_data_is_short() -> None:
     short = TokenDataset(stream_of(10), [(0, 10)], seq_len=3)
-    assert first_tokens([BatchLoader(short, 0, 8, 4, shuffle=False)], 0) == [0, 3, 6, 0, 3, 6, 0, 3]
+    loader = BatchLoader(short, 0, 8, 2, shuffle=False)
+    labels = [batch["labels"].tolist() for batch in loader.micro_batches(0)]
+    nothing = [-100, -100, -100]
+    assert labels == [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], nothing], [nothing, nothing], [nothing, nothing]]
+    assert loader.steps_per_epoch == 1
 
 
 def test_a_global_batch_that_cannot_be_dealt_out_is_an_error(dataset: TokenDataset) -> None:

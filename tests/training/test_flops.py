@@ -11,7 +11,7 @@ import torch
 
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
 from parallax.models.presets import PRESETS
-from parallax.training.flops import gpu_peak_flops, measured_flops, mfu, peak_flops
+from parallax.training.flops import Work, gpu_peak_flops, measured_flops, mfu, peak_flops, work_of
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "oracles" / "published.json").read_text())
 DENSE = ["llama3_8b", "llama3_70b", "llama3_405b", "smollm2_135m", "qwen2_5_72b"]
@@ -103,8 +103,17 @@ def test_names_of_boards_are_told_apart() -> None:
     assert gpu_peak_flops("NVIDIA L400") is None
 
 
+def test_work_counts_the_squares_of_documents_and_no_padding() -> None:
+    """Rows of documents of 3 and 2 tokens, and of 4, each padded to 8: not two squares of 8 (NeMo-RL 2790)."""
+    labels = torch.tensor([[-100, 1, -100, 1, -100, -100, -100, -100], [1, 1, 1, -100, -100, -100, -100, -100]])
+    assert work_of(labels, (3, 2, 3, 4, 4)) == Work(targets=5, tokens=9, squares=9 + 4 + 16)
+    assert work_of(torch.ones(6, 8, dtype=torch.int64)) == Work(48, 48, 6 * 64)
+    model = DecoderConfig().resolved()
+    assert Work(48, 48, 6 * 64).flops(model) == 48 * flops_per_token(model, 8)
+
+
 def test_the_worked_example_of_utilisation() -> None:
-    assert mfu(1000, 6 * 70e9, 8 * 312e12) == pytest.approx(
+    assert mfu(1000 * 6 * 70e9, 8 * 312e12) == pytest.approx(
         PUBLISHED["worked_examples"]["mfu_70B_8xA100_1000tok_s"]["value"]
     )
 
@@ -113,7 +122,7 @@ def test_the_worked_example_of_utilisation() -> None:
 def test_utilisation_of_llama3_405b_follows_from_its_rate(row: dict[str, float]) -> None:
     implied = PUBLISHED["llama3_405b"]["implied_tokens_per_s_per_gpu"]
     rate = implied["8K@430" if row["gpus"] == 8192 else "8K@400"] * row["gpus"]
-    share = mfu(rate, flops_per_token(config_of("llama3_405b"), 8192), row["gpus"] * 989.4e12)
+    share = mfu(rate * flops_per_token(config_of("llama3_405b"), 8192), row["gpus"] * 989.4e12)
     assert 100 * share == pytest.approx(row["mfu"], abs=0.1)
 
 

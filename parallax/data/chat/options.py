@@ -26,7 +26,8 @@ class ChatOptions:
     """Files of chats, .jsonl or .parquet; with numbers before them, their shares of the rows: 0.7 a.jsonl 0.3 b.jsonl."""
 
     tokenizer: Annotated[
-        str | None, named("tokenizer", metavar="PATH|bytes", default="the model's; of fresh weights that of pretrain.py")
+        str | None,
+        named("tokenizer", metavar="PATH|bytes", default="the model's; of fresh weights that of pretrain.py"),
     ] = None
     """A Hugging Face folder or tokenizer.json, a sentencepiece .model, or bytes."""
 
