@@ -62,6 +62,7 @@ class CheckpointParts:
     state: what the trainer wants back, as JSON can carry it; that of rank 0 is kept.
     model_files: more files of the model folder, by name; config_fields: more fields of its config.json. What a run takes over
         from the model that it starts from: `initial_weights.carried_over`.
+    scales: of FP8 with delayed scaling; the trainer saves them with its state.
     """
 
     config: DecoderConfig
@@ -72,5 +73,4 @@ class CheckpointParts:
     dtype: torch.dtype = torch.float32
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     config_fields: Mapping[str, Any] = field(default_factory=dict)
-    scales: of FP8 with delayed scaling; the trainer saves them with its state.
     scales: Scales | None = None

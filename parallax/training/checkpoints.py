@@ -122,12 +122,6 @@ def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
         except BlockingIOError:
             os.close(lock)
             raise ConfigError(f"another run is writing to --out {out}; wait for it, or give another --out") from None
-def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
-    if parts.scales is not None:
-        parts.scales.load_dict(training["fp8"])
-    return TrainState.from_dict(training["counters"])
-
-
         return lock
 
     lock = together(hold, mesh, f"making --out {out}")
@@ -136,6 +130,12 @@ def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
+    if parts.scales is not None:
+        parts.scales.load_dict(training["fp8"])
+    return TrainState.from_dict(training["counters"])
 
 
 class Checkpoints:
