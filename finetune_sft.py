@@ -120,7 +120,7 @@ def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:
                 metrics,
                 state,
                 lambda step: learning_rate(step, config.learning_rate),
-                Checkpoints(root, parts, identity, mesh, keep=config.safety.keep, keep_every=config.safety.keep_every),
+                Checkpoints(root, parts, identity, mesh, config.safety, say=metrics.say),
                 total_peak_flops(mesh, dtype),
                 config.out,
             )
