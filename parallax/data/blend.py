@@ -104,7 +104,7 @@ class BlendedDataset(Generic[Item]):
 class BlendOrder:
     """The order of the samples of a blend: position i is a pure function of (seed, data, weights, i).
 
-    Each source has the order that it would have alone.
+    Each source has the order that it would have alone. `num_samples` is how many positions there are before a source starts over.
     """
 
     def __init__(self, seed: int, blend: BlendedDataset, shuffle: bool = True) -> None:
@@ -116,6 +116,12 @@ class BlendOrder:
         self._given = np.empty_like(self._table)
         for source, count in enumerate(blend.counts):
             self._given[self._table == source] = np.arange(count)
+        self.num_samples = min(self._position_of(source, len(part)) for source, part in enumerate(blend.sources))
+
+    def _position_of(self, source: int, draw: int) -> int:
+        """Return where a source gives its sample number `draw`, counted from 0."""
+        period, rest = divmod(draw, int(self._counts[source]))
+        return period * len(self._table) + int(np.flatnonzero(self._table == source)[rest])
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Return the samples at positions first .. first + count - 1 as int64 `[count]`."""

@@ -6,6 +6,7 @@ of what they were made from lies beside them, PREFIX.build.json, so that trainin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -79,8 +80,11 @@ def build(options: BuildOptions, progress: Progress = lambda done, total, tokens
     reader = BlockReader(paths, options.json_key, options.format)
     num_empty = num_bad = 0
     problems: list[str] = []
-    with IndexedWriter(options.out, dtype) as writer:
-        for block, encoded in encode_blocks(reader.blocks(), tokenizer, rules, workers):
+    with (
+        IndexedWriter(options.out, dtype) as writer,
+        contextlib.closing(encode_blocks(reader.blocks(), tokenizer, rules, workers)) as results,
+    ):
+        for block, encoded in results:
             num_bad += len(encoded.problems)
             problems += [f"{block.file}, line {number}: {what}" for number, what in encoded.problems]
             if problems and not options.skip_bad:

@@ -44,7 +44,8 @@ class BatchLoader:
         global_batch_size: samples per step over all ranks.
         micro_batch_size: samples in one forward pass of a rank.
         dp_rank, dp_size: this rank's place among the data-parallel ranks; the others see other samples.
-        shuffle: False reads the data set once, in its own order, as evaluation does: past its end there is nothing to predict.
+        shuffle: False reads the data set once, in its own order, as evaluation does: past its end, or past that of a source of a
+            blend, there is nothing to predict.
         pin_memory: put the tensors into page-locked memory, from where a GPU can copy them without waiting.
 
     Raises:
@@ -85,7 +86,7 @@ class BatchLoader:
     @property
     def steps_per_epoch(self) -> int:
         """How many steps go through the data set once, the last of them perhaps not full."""
-        return -(-len(self.dataset) // self.global_batch_size)
+        return -(-self.order.num_samples // self.global_batch_size)
 
     def micro_batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """Return this rank's micro-batches of a step, counted from 0.
@@ -106,6 +107,6 @@ class BatchLoader:
             windows = arrays.pop("window")  # [micro_batch, seq + 1]
             arrays = {"input_ids": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()} | arrays
         if not self.shuffle:
-            arrays["labels"][max(0, len(self.dataset) - first) :] = IGNORE_INDEX
+            arrays["labels"][max(0, self.order.num_samples - first) :] = IGNORE_INDEX
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch

@@ -14,6 +14,7 @@ made into tokens before training, by worker processes where there is enough of i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from array import array
@@ -107,8 +108,11 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, fingerprint: str)
     num_tokens = 0
     next_notice = time.monotonic() + NOTICE_SECONDS
     reader = BlockReader(paths)
-    with open(folder / "tokens.bin", "wb") as stream:
-        for block, encoded in encode_blocks(_named(reader), tokenizer, rules, workers):
+    with (
+        open(folder / "tokens.bin", "wb") as stream,
+        contextlib.closing(encode_blocks(_named(reader), tokenizer, rules, workers)) as results,
+    ):
+        for block, encoded in results:
             if encoded.problems:
                 raise ConfigError(
                     [f"--data {block.file}, line {number}: {what}" for number, what in encoded.problems[:20]]

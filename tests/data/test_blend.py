@@ -96,6 +96,21 @@ def test_a_position_is_a_pure_function_however_it_is_asked_for(first: int, count
     assert together.tolist() == [int(BlendOrder(seed, mix).samples(first + i, 1)[0]) for i in range(count)]
 
 
+@pytest.mark.parametrize("parts", [(("a", 20, "0.7"), ("b", 7, "0.3")), (("a", 3, "1"), ("b", 2, "2"), ("c", 9, "1"))])
+def test_a_blend_without_shuffling_ends_where_a_sample_would_come_again(
+    parts: tuple[tuple[str, int, str], ...],
+) -> None:
+    mix = blend(*parts)
+    order = BlendOrder(0, mix, shuffle=False)
+    seen = order.samples(0, order.num_samples + 1).tolist()
+    assert len(set(seen)) == order.num_samples and seen[-1] in seen[:-1]
+    loader = BatchLoader(mix, 0, 4, 2, shuffle=False)
+    labels = [
+        batch["labels"].tolist() for step in range(loader.steps_per_epoch + 1) for batch in loader.micro_batches(step)
+    ]
+    assert sum(row != [-100, -100] for batch in labels for row in batch) == order.num_samples
+
+
 def test_samples_are_numbered_through() -> None:
     mix = blend(("a", 3, "1"), ("b", 2, "1"))
     assert len(mix) == 5 and [int(mix[i][0]) for i in range(5)] == [0, 2, 4, 0, 2]

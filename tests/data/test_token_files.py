@@ -149,10 +149,10 @@ def test_a_blend_takes_its_shares_of_each_source_and_of_what_is_held_out(tmp_pat
     a, b = write(tmp_path / "a", [[7] * 8000]), str(corpus(tmp_path, "b", 2000))
     data = prepare_data(DataOptions(("0.7", a, "0.3", b), "bytes", 0.1), 32)
     assert data.eval is not None and data.test is None
-    for part, shuffle in ((data.train, True), (data.eval, False)):
-        loader = BatchLoader(part, 0, 100, 10, shuffle=shuffle)
-        rows = [row for batch in loader.micro_batches(3) for row in batch["labels"].tolist()]
-        assert sum(set(row) == {7} for row in rows) == 70
+    for part, shuffle, count, step in ((data.train, True, 100, 3), (data.eval, False, 10, 1)):
+        loader = BatchLoader(part, 0, count, 10, shuffle=shuffle)
+        rows = [row for batch in loader.micro_batches(step) for row in batch["labels"].tolist()]
+        assert sum(set(row) == {7} for row in rows) == 0.7 * count
     assert "0.7 " in data.description and "0.3 " in data.description
     other = prepare_data(DataOptions(("0.6", a, "0.4", b), "bytes", 0.1), 32)
     assert other.train.fingerprint != data.train.fingerprint
@@ -175,6 +175,14 @@ def test_a_split_gives_three_parts_and_named_sets_are_whole(tmp_path: Path) -> N
     assert [part.num_tokens for part in (data.train, data.eval, data.test)] == [8000, 1500, 500]  # type: ignore[union-attr]
     assert list(data.valid) == ["b", "text"] and data.valid["b"].num_tokens == 500
     assert len(data.files) == 2  # what is only evaluated on does not change the training
+
+
+def test_a_named_set_that_is_too_small_is_named(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", [[7] * 8000]), write(tmp_path / "b", [[8] * 40])
+    with pytest.raises(
+        ConfigError, match=rf"--valid b={b}: the data has 40 tokens, but a sample of --seq-len 64 takes 65"
+    ):
+        prepare_data(DataOptions((a,), "bytes", valid=(f"b={b}",)), 64)
 
 
 @pytest.mark.parametrize(

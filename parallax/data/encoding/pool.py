@@ -15,11 +15,11 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 import parallax
 from parallax.data.encoding.blocks import Block
@@ -27,6 +27,8 @@ from parallax.data.encoding.encode import Encoded, Rules, encode_block
 from parallax.data.encoding.worker import receive, receive_encoded, send
 from parallax.data.tokenizers import Tokenizer
 from parallax.errors import ConfigError
+
+Answer = TypeVar("Answer")
 
 _PROGRAM = "import sys; sys.path[0:1] = [sys.argv[1]]; from parallax.data.encoding.worker import main; main()"
 
@@ -38,10 +40,10 @@ def usable_cores() -> int:
 
 def encode_blocks(
     blocks: Iterator[Block], tokenizer: Tokenizer, rules: Rules, workers: int
-) -> Iterator[tuple[Block, Encoded]]:
+) -> Generator[tuple[Block, Encoded], None, None]:
     """Yield each block with its ids, in order, the same for any number of workers; 0 works in this process.
 
-    Worker processes open the tokenizer again, from where `load_tokenizer` found it.
+    Worker processes open the tokenizer again, from where `load_tokenizer` found it; closing the generator ends them.
 
     Raises:
         ConfigError: reading the blocks says so, or a worker was ended from outside.
@@ -105,7 +107,7 @@ class _Worker:
             send(self._input, header, content)
         return self._answer(receive_encoded, f"{block.file} from line {block.first} on")
 
-    def _answer(self, read, what: str = "the tokenizer"):  # type: ignore[no-untyped-def]
+    def _answer(self, read: Callable[[BinaryIO], Answer], what: str = "the tokenizer") -> Answer:
         try:
             return read(self._output)
         except EOFError as error:
