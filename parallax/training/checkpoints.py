@@ -22,9 +22,9 @@ from parallax.checkpoint.save import save
 from parallax.collectives import gather_json
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
+from parallax.precision.scales import gather_scales
 from parallax.training.safety import SafetyOptions
 from parallax.training.state import TrainState
-from parallax.precision.scales import gather_scales
 
 # What this run is: its configuration and the fingerprints of its data and tokenizer; stored with each checkpoint.
 Identity = dict[str, Any]
@@ -104,6 +104,12 @@ class Resume:
         return older
 
 
+def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
+    if parts.scales is not None:
+        parts.scales.load_dict(training["fp8"])
+    return TrainState.from_dict(training["counters"])
+
+
 @contextmanager
 def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
     """Hold the run's folder for this run alone; called by all ranks.
@@ -132,12 +138,6 @@ def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
             os.close(lock)
 
 
-def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
-    if parts.scales is not None:
-        parts.scales.load_dict(training["fp8"])
-    return TrainState.from_dict(training["counters"])
-
-
 class Checkpoints:
     """The checkpoints of a run that is under way, as `fit` uses them; all methods are called by all ranks.
 
@@ -160,6 +160,8 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Save the run as it is; raises ConfigError, the same on all ranks, if this or the last one cannot be written."""
         self._parts.state = {"counters": state.to_dict(), "identity": self._identity}
+        if self._parts.scales is not None:
+            self._parts.state["fp8"] = gather_scales(self._parts.scales, self._mesh)
         if self._safety.sync_save:
             save(self._root, state.step, self._parts, self._mesh)
             if self._mesh.rank == 0:
@@ -178,8 +180,6 @@ class Checkpoints:
         """Return when what was begun is on the disk; raises ConfigError, the same on all ranks, if it cannot be written."""
         if self._saver is not None:
             self._saver.wait()
-        if self._parts.scales is not None:
-            self._parts.state["fp8"] = gather_scales(self._parts.scales, self._mesh)
 
     def _remove_replaced(self, newest_step: int) -> None:
         """Remove what `newest_step`, which is complete, makes needless; what cannot be removed stays, with a notice."""
