@@ -21,18 +21,62 @@ In-place functions end in an underscore. All are called by every member of the g
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from parallax.errors import LostRank
 from parallax.mesh import Group, size_of
 from parallax.shared_memory import SharedMemory
 
 # torch 2.13 renamed these two; 2.9 to 2.12 know only the old names.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Call:
+    """A communication that begins: noted in the group's journal until it is over."""
+
+    __slots__ = ("group", "what")
+
+    def __init__(self, what: str, group: Group, tensor: torch.Tensor | None = None) -> None:
+        self.what, self.group = what, group
+        if group.journal is not None:
+            elements, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
+            group.journal.begin(what, group.name, elements, dtype)
+
+    def over(self) -> None:
+        if self.group.journal is not None:
+            self.group.journal.end()
+
+    def lost(self, error: RuntimeError) -> LostRank:
+        """Return the error to raise when the backend gave one while it waited for the other ranks."""
+        rank = self.group.ranks[self.group.rank]
+        return LostRank(f"global rank {rank}, {self.what} over {self.group.name}: {backend_reason(error)}")
+
+
+def backend_reason(error: RuntimeError) -> str:
+    """Return what a backend says, without its source files and advice."""
+    return re.sub(r"^\[\S*\] ", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
+
+
+class _Waiting:
+    """A backend's communication in flight."""
+
+    __slots__ = ("call", "work")
+
+    def __init__(self, work: Any, call: _Call) -> None:
+        self.work, self.call = work, call
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.call.lost(error) from error
+        self.call.over()
 
 
 class Pending(Protocol):
@@ -74,16 +118,18 @@ def all_reduce_start(tensor: torch.Tensor, group: Group | None, op: str = "sum")
     """Begin to sum (or `op="max"`, "min") `tensor` over the group in place; it may be read after `.wait()`."""
     if group is None:
         return DONE
+    call = _Call("all_reduce", group, tensor)
     if (shared := _shared_memory(group, tensor)) is not None:
         dense = tensor.contiguous()
         shared.all_reduce_(dense, op)
+        call.over()
         if dense is not tensor:
             tensor.detach().copy_(dense)
         return DONE
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     # A strided tensor handed to a backend has been dropped silently before (Megatron-LM pull request 5338).
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    work = dist.all_reduce(dense, op=operation, group=_process_group(group), async_op=True)
+    work = _Waiting(dist.all_reduce(dense, op=operation, group=_process_group(group), async_op=True), call)
     return work if dense is tensor else _CopyBack(work, dense, tensor)
 
 
@@ -97,11 +143,13 @@ def all_gather_start(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
     """Begin to gather `tensor` `[...]` of every rank into a new `[ranks, ...]`."""
     dense = tensor.contiguous()
     result = torch.empty((group.size, *dense.shape), dtype=dense.dtype, device=dense.device)
+    call = _Call("all_gather", group, dense)
     if (shared := _shared_memory(group, dense)) is not None:
         shared.all_gather(dense, result)
+        call.over()
         return result, DONE
     work = _all_gather_flat(result.view(-1), dense.view(-1), group=_process_group(group), async_op=True)
-    return result, work
+    return result, _Waiting(work, call)
 
 
 def all_gather(tensor: torch.Tensor, group: Group | None, dim: int = 0) -> torch.Tensor:
@@ -128,11 +176,13 @@ def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[
     assert tensor.shape[dim] % group.size == 0, f"dim {dim} of {tuple(tensor.shape)} does not split over {group}"
     parts = split_ranks(tensor, group.size, dim)
     part = torch.empty_like(parts[0])
+    call = _Call("reduce_scatter", group, tensor)
     if (shared := _shared_memory(group, tensor)) is not None:
         shared.reduce_scatter(parts, part)
+        call.over()
         return part, DONE
     work = _reduce_scatter_flat(part.view(-1), parts.view(-1), group=_process_group(group), async_op=True)
-    return part, work
+    return part, _Waiting(work, call)
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group | None, dim: int = 0) -> torch.Tensor:
@@ -149,11 +199,13 @@ def all_gather_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
     if group is None:
         return DONE
     part = whole.view(group.size, -1)[group.rank]
+    call = _Call("all_gather", group, part)
     if (shared := _shared_memory(group, whole)) is not None:
         shared.all_gather(part, whole)
+        call.over()
         return DONE
     # The backends do not promise to allow an input that lies inside the output.
-    return _all_gather_flat(whole, part.clone(), group=_process_group(group), async_op=True)
+    return _Waiting(_all_gather_flat(whole, part.clone(), group=_process_group(group), async_op=True), call)
 
 
 def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pending:
@@ -161,14 +213,16 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     if group is None:
         return DONE
     part = whole.view(group.size, -1)[group.rank]
+    call = _Call("reduce_scatter", group, whole)
     if (shared := _shared_memory(group, whole)) is not None:
         shared.reduce_scatter(whole, part)
+        call.over()
         return DONE
     if not whole.is_cuda:
         # gloo's own reduce_scatter is an all_reduce of a copy, of which a part is copied out when it is waited for; its
         # handle does not tell before that whether it is done.
         return all_reduce_start(whole, group)
-    return _reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True)
+    return _Waiting(_reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True), call)
 
 
 class _SumRows:
@@ -190,25 +244,30 @@ def all_to_all_sum_start(whole: torch.Tensor, part: torch.Tensor, group: Group) 
 
     As a reduce_scatter, but added in fp32 and rounded once, to the type of `part`.
     """
+    call = _Call("reduce_scatter", group, whole)
     if (shared := _shared_memory(group, whole)) is not None:
         shared.reduce_scatter(whole, part)
+        call.over()
         return DONE
     rows = torch.empty_like(whole).view(group.size, -1)
     work = dist.all_to_all_single(rows.view(-1), whole, group=_process_group(group), async_op=True)
-    return _SumRows(work, rows, part)
+    return _SumRows(_Waiting(work, call), rows, part)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group | None, source: int = 0) -> torch.Tensor:
     """Overwrite `tensor` with that of the group's rank `source` and return it."""
     if group is None:
         return tensor
+    call = _Call("broadcast", group, tensor)
     if (shared := _shared_memory(group, tensor)) is not None:
         dense = tensor.contiguous()
         shared.broadcast_(dense, source)
+        call.over()
         if dense is not tensor:
             tensor.detach().copy_(dense)
     else:
-        dist.broadcast(tensor, src=group.ranks[source], group=_process_group(group))
+        work = dist.broadcast(tensor, src=group.ranks[source], group=_process_group(group), async_op=True)
+        _Waiting(work, call).wait()
     return tensor
 
 
@@ -216,10 +275,12 @@ def barrier(group: Group | None) -> None:
     """Return when every member has arrived."""
     if group is None:
         return
+    call = _Call("barrier", group)
     if group.shared_memory is not None:
         group.shared_memory.barrier()
+        call.over()
     else:
-        dist.barrier(group=_process_group(group))
+        _Waiting(dist.barrier(group=_process_group(group), async_op=True), call).wait()
 
 
 def gather_json(value: Any, group: Group | None, device: torch.device | None = None) -> list[Any]:
@@ -319,5 +380,10 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
         for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
         for rank, tensor in sorted(tensors.items())
     ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    call = _Call("exchange", group)
+    try:
+        pending = dist.batch_isend_irecv(operations)
+    except RuntimeError as error:  # a backend may notice a closed connection when it begins to send
+        raise call.lost(error) from error
+    for work in pending:
+        _Waiting(work, call).wait()

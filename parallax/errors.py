@@ -49,6 +49,19 @@ class LostRank(RuntimeError):
     """A communication failed because another rank ended, did not come in time, or is in another call."""
 
 
+def exit_for_lost_rank(message: str) -> NoReturn:
+    """Say why from one rank, as `exit_with_problems` does, and end this process at once with status 5."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(_WAIT_SECONDS)
+    print(
+        f"parallax: error (rank {rank}): {message}; all ranks stop, the same command goes on",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_LOST_RANK)
+
+
 def exit_with_problems(problems: Sequence[str], program: str) -> NoReturn:
     """Print the problems, from global rank 0 if it has them too, and exit with status 2 on every rank."""
     rank = int(os.environ.get("RANK", "0"))

@@ -34,6 +34,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from parallax.errors import LostRank
+
 _SYS_FUTEX = 202  # x86-64
 _FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
 _OP_ADD, _CMP_EQ = 1, 0
@@ -144,7 +146,7 @@ class Meeting:
     def begin(self, header: Header) -> None:
         """Meet at the start of a call.
 
-        Raises RuntimeError if a rank brought another header, ended, or did not come in time.
+        Raises LostRank if a rank brought another header, ended, or did not come in time.
         """
         self._mine = header
         self._calls += 1
@@ -162,9 +164,9 @@ class Meeting:
             self._fail(f"the ranks are in different calls: {told}")
 
     def meet(self) -> None:
-        """Return when all ranks have come; raises RuntimeError if one ended or did not come in time."""
+        """Return when all ranks have come; raises LostRank if one ended or did not come in time."""
         if self._failure is not None:
-            raise RuntimeError(f"an earlier call failed and left the ranks out of step: {self._failure}")
+            raise LostRank(f"an earlier call failed and left the ranks out of step: {self._failure}")
         self._meetings += 1
         counter = self._meetings % _COUNTERS
         self._futex.add(self._unused, self._addresses[counter], self.ranks)
@@ -197,7 +199,7 @@ class Meeting:
 
     def _fail(self, reason: str) -> NoReturn:
         self._failure = f"global rank {self.members[self.rank]}, group {self.name} of {list(self.members)}: {reason}"
-        raise RuntimeError(self._failure)
+        raise LostRank(self._failure)
 
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"global rank {self.members[rank]}" for rank in ranks)

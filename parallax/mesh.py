@@ -25,7 +25,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from parallax.errors import LostRank, exit_for_lost_rank
+from parallax.journal import Journal
+from parallax.roll_call import code_version, compare
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +105,7 @@ class Group:
     `rank` is this process's position in `ranks`. `process_group` is None in a plan made without processes; such a group
     gives sizes and positions, and refuses to communicate. `backward_process_group` is a second communicator over the
     same ranks: the pipeline's on NCCL, where each direction needs its own. `shared_memory` does the collectives of CPU
-    tensors where all ranks are on one host; `why_not_shared` says why it is None.
+    tensors where all ranks are on one host; `why_not_shared` says why it is None. `journal` notes what is begun over it.
     """
 
     name: str
@@ -111,6 +115,7 @@ class Group:
     backward_process_group: ProcessGroup | None = None
     shared_memory: SharedMemory | None = None
     why_not_shared: str | None = None
+    journal: Journal | None = None
 
     @property
     def size(self) -> int:
@@ -141,6 +146,7 @@ class Mesh:
     groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
     timeout_seconds: float = 600.0  # how long a collective waits for the other ranks
     shared_memory: bool = True  # use it where possible; benchmarks say no
+    journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self) -> None:
         here = self.layout.coordinates(self.rank)
@@ -198,6 +204,14 @@ class Mesh:
         process_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
         return Group(name, self.world.ranks, self.rank, process_group)
 
+    def make_store(self) -> Any:
+        """Return a connection of its own to the store that all ranks share, for a thread; None if there is no other rank."""
+        if self.world is None or not self.connected:
+            return None
+        import torch.distributed as dist
+
+        return dist.PrefixStore("parallax", dist.distributed_c10d._get_default_store().clone())
+
     def _communicating_world(self) -> Group | None:
         return self.world if self.connected else None
 
@@ -210,7 +224,7 @@ class Mesh:
             if ranks not in self.groups:
                 process_group = self._process_group(ranks) if self.connected else None
                 position = ranks.index(self.rank) if self.rank in ranks else -1
-                group = Group(name, ranks, position, process_group)
+                group = Group(name, ranks, position, process_group, journal=self.journal)
                 self.groups[ranks] = self._with_shared_memory(group)
             if self.rank in ranks:
                 mine = self.groups[ranks]
@@ -277,12 +291,20 @@ def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bo
     if dist.is_initialized():
         yield Mesh(layout, rank, device, connected=True, timeout_seconds=timeout_seconds, shared_memory=shared_memory)
         return
-    dist.init_process_group(
-        "nccl" if use_gpu else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if use_gpu else None,
-    )
     try:
+        dist.init_process_group(
+            "nccl" if use_gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if use_gpu else None,
+        )
+    except dist.DistError:
+        exit_for_lost_rank(f"not all {world_size} ranks came to the start within {timeout_seconds:g} s")
+    try:
+        store = dist.PrefixStore("parallax", dist.distributed_c10d._get_default_store())
+        asked = {f"--{axis}": getattr(layout, axis) for axis in ("tp", "pp", "dp")} | {"--timeout": timeout_seconds}
+        compare(store, rank, world_size, asked | code_version(), timeout_seconds)
         yield Mesh(layout, rank, device, connected=True, timeout_seconds=timeout_seconds, shared_memory=shared_memory)
+    except LostRank as error:
+        exit_for_lost_rank(str(error))  # at once: leaving the groups in order would wait for that rank
     finally:
         dist.destroy_process_group()

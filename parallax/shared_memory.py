@@ -58,7 +58,7 @@ class _Rows(NamedTuple):
 class SharedMemory:
     """The collectives of one group. All are called by every rank in the same order; CPU tensors only.
 
-    Raises RuntimeError, from any of them, if a rank ended, did not come in time, or came with another call.
+    Raises LostRank, from any of them, if a rank ended, did not come in time, or came with another call.
     """
 
     def __init__(

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up; a module belongs to the longest prefix that fits. A part may import itself and every lower level.
 LEVELS: list[set[str]] = [
-    {"parallax.errors", "parallax.flags", "parallax.dtypes"},
+    {"parallax.errors", "parallax.flags", "parallax.dtypes", "parallax.journal"},
     {"parallax.kernels"},
     # Schedules and all that is known of one without running it.
-    {"parallax.mesh", "parallax.collectives", "parallax.shared_memory", "parallax.meeting"}
+    {"parallax.mesh", "parallax.collectives", "parallax.shared_memory", "parallax.meeting", "parallax.roll_call"}
     | {
         f"parallax.pipeline.{part}"
         for part in ("schedules", "actions", "check", "costs", "lower", "simulator", "split", "tables", "trace", "draw")

@@ -26,14 +26,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, LostRank
+from parallax.journal import Journal
 from parallax.mesh import Group, rank_of, size_of
 from parallax.pipeline.actions import Action, Entry, Pair, Schedule
 from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
 from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.segments import Steps, Trace, alone, backward_steps, forward_steps, in_turn
-from parallax.pipeline.transport import ActivationSpec, GroupTransport, LostRank, Transport
+from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
 from parallax.tensor_parallel.segments import Segment
 from parallax.tensor_parallel.weight_gradients import WeightQueue
 
@@ -89,6 +90,7 @@ class PipelineExecutor:
     spec: shape and dtype of what stages hand on; None: the first step finds out, and is slower for it.
     weights: where the stages' layers put off their weights' gradients; needed by schedules with W.
     lookahead: how many receives are posted beyond the one that is waited for.
+    journal: is told of each step as it begins.
 
     `peak_in_flight` is the most micro-batches of one stage each whose activations were held at once in the last run.
     """
@@ -104,8 +106,10 @@ class PipelineExecutor:
         weights: WeightQueue | None = None,
         transport: Transport | None = None,
         lookahead: int = 2,
+        journal: Journal | None = None,
     ) -> None:
         self.weights = weights or WeightQueue()
+        self._journal = journal
         self._said_empty: set[int] = set()
         self.rank, self.num_ranks, self.stages, self.lookahead = rank_of(pp), size_of(pp), dict(stages), lookahead
         self.peak_in_flight = 0
@@ -178,6 +182,8 @@ class PipelineExecutor:
         return [run.outputs[number] for number in sorted(run.outputs)]
 
     def _do(self, run: _Run, step: Step) -> None:
+        if self._journal is not None:
+            self._journal.act(step)
         if isinstance(step, Receive):
             self._connected.post(step.message)
             if run.recorder is not None:

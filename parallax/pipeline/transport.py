@@ -26,8 +26,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from parallax.collectives import backend_reason
 from parallax.dtypes import DTYPES
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, LostRank
 from parallax.mesh import Group
 from parallax.pipeline.lower import Message
 
@@ -46,10 +47,6 @@ class ActivationSpec:
     def has_gradient(self) -> bool:
         """Whether gradients flow back over a boundary with such activations."""
         return self.dtype.is_floating_point or self.dtype.is_complex
-
-
-class LostRank(RuntimeError):
-    """A message could not be sent or received; says which, and on which rank."""
 
 
 class Transport(Protocol):
@@ -177,11 +174,17 @@ class GroupTransport:
     @contextmanager
     def _telling(self, doing: str) -> Iterator[None]:
         """Say in a failed communication's message which process was doing what."""
+        journal = self._group.journal
+        if journal is not None:
+            journal.begin(doing, self._group.name, 0, None)
         try:
             yield
+            if journal is not None:
+                journal.end()
         except RuntimeError as error:
             here = self._group.rank
-            raise LostRank(f"rank {self._group.ranks[here]} (pipeline rank {here}): while {doing}: {error}") from error
+            reason = backend_reason(error)
+            raise LostRank(f"rank {self._group.ranks[here]} (pipeline rank {here}): while {doing}: {reason}") from error
 
 
 def _receiving(message: Message) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -33,14 +35,30 @@ Compare = Callable[[Identity, Identity], list[str]]
 
 
 def agree(identity: Identity, mesh: Mesh) -> None:
-    """Raise ConfigError on all ranks if they were not all asked for the same; nodes can differ in files and versions."""
+    """Raise ConfigError on all ranks, naming the rank and the option, if they were not all asked for the same."""
+    rows = gather_json(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), mesh.world, mesh.device)
+    if len(set(rows)) == 1:
+        return
     rows = gather_json(identity, mesh.world, mesh.device)
     for rank, row in enumerate(rows):
-        for key in identity:
-            if row[key] != rows[0][key]:
-                raise ConfigError(
-                    f"rank {rank} has another {key} than rank 0; give all ranks the same command, files and versions"
-                )
+        for name, value, first in _differences(row, rows[0]):
+            raise ConfigError(
+                f"rank {rank} has {name} {value}, rank 0 has {first}; give all ranks the same command and files"
+            )
+
+
+def _differences(row: Identity, first: Identity) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value, value of the first) of what differs in two identities."""
+    for part in row.keys() | first.keys():
+        mine, other = row.get(part), first.get(part)
+        if not isinstance(mine, dict) or not isinstance(other, dict):
+            if mine != other:
+                yield f"the {part}", mine, other
+            continue
+        for name in sorted(mine.keys() | other.keys()):
+            if mine.get(name) != other.get(name):
+                flag = f"--{name.replace('_', '-')}" if part in ("options", "resolved") else f"the {part}'s {name}"
+                yield flag, mine.get(name), other.get(name)
 
 
 @dataclass(frozen=True)

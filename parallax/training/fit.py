@@ -17,7 +17,7 @@ import torch
 
 from parallax.collectives import all_reduce_, barrier
 from parallax.data.loader import BatchLoader
-from parallax.errors import EXIT_BAD_NUMBERS, Stop
+from parallax.errors import EXIT_BAD_NUMBERS, LostRank, Stop
 from parallax.models.config import DecoderConfig
 from parallax.pipeline.recorder import Recorder
 from parallax.training.faults import BadStep, Report, Verdict, culprits
@@ -29,6 +29,7 @@ from parallax.training.safety import SafetyOptions
 from parallax.training.signals import StopReason, StopRequests, decode
 from parallax.training.state import TrainState
 from parallax.training.step import TrainStep, evaluate
+from parallax.training.watch import Watch
 
 
 @dataclass(eq=False)
@@ -83,9 +84,13 @@ def fit(run: Run) -> None:
     """Train from `run.state` to the last step; a checkpoint is always left at the end.
 
     Raises Stop, on all ranks and after one has said why: a signal or --exit-after (the run is saved), or bad numbers (it is not).
+    When another rank ends or stands still, one rank says so and the process ends with status 5.
     """
-    with StopRequests(run.safety.exit_after) as requests:
-        _Loop(run, requests).run_to_the_end()
+    with StopRequests(run.safety.exit_after) as requests, Watch(run.train_step.mesh) as watch:
+        try:
+            _Loop(run, requests).run_to_the_end()
+        except LostRank as error:
+            watch.stop_all(error)
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,7 @@ class _Loop:
             if values:
                 run.metrics.write({"step": state.step} | values)
             if saves or self.stop is not None:
+                self.mesh.journal.enter(f"the save of step {state.step}")
                 run.saves.save(self._counted())
                 saved = state.step
             self.watch.pause(time.perf_counter() - started)
@@ -144,6 +150,7 @@ class _Loop:
     def _issue(self) -> None:
         """Start the next step, which the device need not have done on return."""
         run, state = self.run, self.run.state
+        self.mesh.journal.enter(f"step {state.step + 1}")
         lr = run.learning_rate(state.step)
         traced = state.step + 1 == run.options.trace_pipeline
         recorder = Recorder(self.mesh.pp, self.mesh.device) if traced else None
@@ -261,6 +268,7 @@ class _Loop:
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Return the set's loss; nothing if a rank was asked to stop meanwhile, or if there is nothing to predict."""
+        self.mesh.journal.enter(f"the evaluation after step {self.run.state.step}")
         steps = min(evaluation.steps, evaluation.loader.steps_per_epoch)
         batches = (evaluation.loader.micro_batches(step) for step in range(steps))
         loss = evaluate(self.run.train_step.runner, batches, self._asked_to_stop)
