@@ -195,6 +195,9 @@ class FinetuneTrainingOptions(TrainingOptions):
     seq_len: Annotated[int, named("seq-len", "seq-length")] = 512
     """Tokens in a row, which holds several chats; a longer chat is cut or left out, as --too-long says."""
 
+    global_batch: Annotated[int, named("global-batch", "global-batch-size")] = 8
+    """Rows in a step, over all processes: a multiple of micro-batch * dp."""
+
 
 @dataclass(frozen=True)
 class RunOptions:

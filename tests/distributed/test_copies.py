@@ -42,6 +42,6 @@ def test_copies_stay_equal_under_every_way_of_holding_them(layout: Layout) -> No
             copies = [rank[name] for rank in ranks if name in rank]
             assert len(set(copies)) == 1, (case.schedule, case.zero, name)
             held_by_all = (
-                (name == EMBEDDING and case.schedule not in ("zb-v", "dualpipev")) or case.schedule == "dualpipe"
-            )
+                name == EMBEDDING and case.schedule not in ("zb-v", "dualpipev")
+            ) or case.schedule == "dualpipe"
             assert len(copies) == (4 if held_by_all else 2), (case.schedule, name)
