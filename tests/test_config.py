@@ -140,7 +140,7 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.00390625"),
         ("--warmup-steps 101", 1, "--warmup-steps 101 must be between 0 and the 100 steps"),
         ("--lr-schedule constant --min-lr 0", 1, "--min-lr has no effect with --lr-schedule constant"),
-        ("--zero 7", 1, "--zero 7 is unknown; use 0, 1 or 2"),
+        ("--zero 7", 1, "--zero 7 is unknown; use 0, 1, 2 or 3"),
         ("--clip-grad -1", 1, "--clip-grad -1.0 must be 0, which turns it off"),
         ("--seed -1", 1, "--seed -1 must be between 0"),
         ("--eval-every -1", 1, "--eval-every -1 must be 0, which turns it off, or more"),
@@ -162,7 +162,7 @@ def test_each_user_error_is_one_sentence(words: str, world_size: int, problem: s
 
 def test_all_user_errors_come_at_once() -> None:
     problems = problems_of(
-        "--tpp 2 --tp 3 --global-batch 7 --lr 0 --data /nope --out /proc/version --zero 3 --recompute x", 8
+        "--tpp 2 --tp 3 --global-batch 7 --lr 0 --data /nope --out /proc/version --zero 7 --recompute x", 8
     )
     others = [problem.split()[0] for problem in problems if not problem.startswith("--tp 3")]
     assert others == "--tpp --recompute --global-batch --lr --zero --data --out".split()

@@ -12,7 +12,7 @@ import torch
 
 from parallax.checkpoint.geometry import Holding, holding_of
 from parallax.checkpoint.manifest import TensorRecord
-from parallax.checkpoint.parts import DTYPE_NAMES, DTYPES, CheckpointParts, OptimizerPiece
+from parallax.checkpoint.parts import DTYPE_NAMES, DTYPES, CheckpointParts, OptimizerPiece, weights_of
 from parallax.checkpoint.reader import TensorReader
 from parallax.checkpoint.safetensors_file import ITEM_BYTES
 from parallax.models.hugging_face import HuggingFaceTensor, hugging_face_tensors
@@ -72,7 +72,7 @@ def fill_model(reader: TensorReader, parts: CheckpointParts, main_params: bool) 
     for name, parameter, facts in parts.parameters:
         holding = holding_of(facts, tuple(parameter.shape))
         here = places.setdefault(name, [])
-        here.append((holding, parameter.detach(), 0, parameter.numel()))
+        here += [(holding, values, start, stop) for start, stop, values in weights_of(parts.optimizer, name, parameter)]
         for piece in _pieces(parts, name):
             main = piece.tensors.get(MAIN_PARAM)
             if main is not None and (main_params or main.dtype == parameter.dtype):

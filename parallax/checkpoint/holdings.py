@@ -4,8 +4,8 @@
     ranks     with equal tables (replicas) are described once, by the lowest of them; the others only give a checksum
     source    a full tensor of the run: a parameter, or one of its optimizer states, cut into shares held by ranks
 
-ZeRO gives each replica other pieces of the states, so those are a table of their own, short on each rank: all ranks together
-keep each parameter about once.
+ZeRO gives each replica other pieces of the states, and ZeRO 3 of the parameters too. Those are a table of their own, short on
+each rank: all ranks together keep each parameter about once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def describe(parts: CheckpointParts) -> Tables:
         numbers = [holding.rows, holding.full_columns, holding.local_columns]
         numbers += [holding.held_columns, holding.first_column]
         dtype = DTYPE_NAMES[parameter.dtype]
-        parameters.append([name, dtype, list(facts.full_shape), numbers])
+        shards = None if parts.optimizer is None else parts.optimizer.weights(name)
+        parameters.append([name, dtype, list(facts.full_shape), numbers, shards is None])
+        if shards:
+            pieces.append([name, {WEIGHT: dtype}, [[start, stop] for start, stop, _ in shards]])
         kinds: dict[str, str] = {}
         ranges = []
         for piece in parts.optimizer.pieces(name) if parts.optimizer else ():
@@ -91,18 +94,17 @@ def collect(parameters: Mapping[tuple[int, ...], Table], pieces: Mapping[tuple[i
     table_of = {rank: {row[0]: row for row in table} for ranks, table in parameters.items() for rank in ranks[:1]}
     first_of = {rank: ranks[0] for ranks in parameters for rank in ranks}
     for ranks, table in parameters.items():
-        for name, dtype, shape, numbers in table:
+        for name, dtype, shape, numbers, is_whole in table:
             holding = Holding(*numbers)
-            _add(
-                sources, (name, WEIGHT), dtype, shape, [Share(ranks, holding, 0, holding.rows * holding.local_columns)]
-            )
+            whole = Share(ranks, holding, 0, holding.rows * holding.local_columns)
+            _add(sources, (name, WEIGHT), dtype, shape, [whole] if is_whole else [])
     for ranks, table in pieces.items():
         by_holding: dict[int, list[int]] = {}
         for rank in ranks:  # pieces may look the same on ranks that hold other parts of the parameters
             by_holding.setdefault(first_of[rank], []).append(rank)
         for first, members in by_holding.items():
             for name, kinds, ranges in table:
-                _, _, shape, numbers = table_of[first][name]
+                _, _, shape, numbers, _ = table_of[first][name]
                 shares = [Share(tuple(members), Holding(*numbers), start, stop) for start, stop in ranges]
                 for kind, dtype in kinds.items():
                     _add(sources, (name, kind), dtype, shape, shares)

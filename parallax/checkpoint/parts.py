@@ -43,6 +43,17 @@ class OptimizerState(Protocol):
     def pieces(self, name: str) -> Sequence[OptimizerPiece]:
         """Return what this rank keeps of the parameter `name`; nothing if other ranks keep all of it."""
 
+    def weights(self, name: str) -> Sequence[tuple[int, int, torch.Tensor]] | None:
+        """Return what this rank has of the parameter itself, as flat ranges (start, stop, live values); None: all of it."""
+
+
+def weights_of(
+    optimizer: OptimizerState | None, name: str, parameter: torch.Tensor
+) -> Sequence[tuple[int, int, torch.Tensor]]:
+    """Return what this rank has of a parameter: all, or its part where the optimizer shards parameters too."""
+    parts = None if optimizer is None else optimizer.weights(name)
+    return [(0, parameter.numel(), parameter.detach().view(-1))] if parts is None else parts
+
 
 class TokenizerFiles(Protocol):
     """A tokenizer that can write the files from which transformers opens it."""

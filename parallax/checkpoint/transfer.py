@@ -12,7 +12,7 @@ import torch
 
 from parallax.checkpoint.agreement import Ranks
 from parallax.checkpoint.holdings import WEIGHT
-from parallax.checkpoint.parts import DTYPES, CheckpointParts
+from parallax.checkpoint.parts import DTYPES, CheckpointParts, weights_of
 from parallax.checkpoint.plan import Move, Unit
 from parallax.collectives import exchange
 
@@ -30,7 +30,8 @@ class LocalTensors:
     def __init__(self, parts: CheckpointParts) -> None:
         self._flat: dict[_FlatKey, torch.Tensor] = {}
         for name, parameter, _ in parts.parameters:
-            self._flat[name, WEIGHT, 0, parameter.numel()] = parameter.detach().view(-1)
+            for start, stop, values in weights_of(parts.optimizer, name, parameter):
+                self._flat[name, WEIGHT, start, stop] = values
             for piece in parts.optimizer.pieces(name) if parts.optimizer else ():
                 for kind, tensor in piece.tensors.items():
                     self._flat[name, kind, piece.start, piece.stop] = tensor.detach().view(-1)

@@ -27,6 +27,8 @@ from torch import nn
 
 from parallax.collectives import DONE, Pending, gather_json
 from parallax.data_parallel.flat import Bucket, BucketGroups, GradientTypes, make_bucket
+from parallax.data_parallel.gather import ParameterGathering
+from parallax.data_parallel.options import ZERO_STAGES
 from parallax.data_parallel.plan import (
     DEFAULT_BUCKET_ELEMENTS,
     BucketPlan,
@@ -40,6 +42,7 @@ from parallax.data_parallel.plan import (
 from parallax.data_parallel.sink import GradientSink
 from parallax.mesh import Group, Mesh
 from parallax.tensor_parallel.facts import ParameterFacts
+from parallax.tensor_parallel.scopes import ParameterScope
 
 NamedParameter = tuple[str, nn.Parameter, ParameterFacts]
 
@@ -53,9 +56,11 @@ class GradientBuckets:
     parameters: (name, parameter, facts) in the order of the model's forward, the same on all holders; frozen ones are
         left alone. Their values must be there: each becomes a view of a flat copy, and gets the attribute `gradient_sink`
         and, where its gradient is whole all the time, `main_grad` (its shape).
-    zero: 0 to 2. zero_group: shard over so many neighbouring dp ranks and replicate beyond; None: over all.
+    zero: 0 to 3. zero_group: shard over so many neighbouring dp ranks and replicate beyond; None: over all.
     bucket_elements: see `plan_buckets`.
     stages: where this rank has several pipeline stages, the parameters that each of them uses.
+    scopes: with ZeRO 3, the parts of each stage whose parameters are gathered together, in the order of forward. Parameters
+        that are in none stay whole.
     rule: what updates a parameter, by its facts; parameters of different rules do not share buckets.
 
     Made by every rank of the mesh at the same time, since the groups of holders are created here.
@@ -70,15 +75,17 @@ class GradientBuckets:
         zero_group: int | None = None,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         stages: Mapping[int, Iterable[nn.Parameter]] | None = None,
+        scopes: Iterable[Sequence[ParameterScope]] = (),
         types: GradientTypes | None = None,
         rule: Callable[[ParameterFacts], str] = lambda facts: "adamw",
     ) -> None:
-        assert zero in (0, 1, 2), zero
+        assert zero in ZERO_STAGES, zero
         self.zero, self.zero_group, self.mesh, self.device = zero, zero_group, mesh, mesh.device
         self.trained = {name: (parameter, facts) for name, parameter, facts in parameters if parameter.requires_grad}
         self._stages = {stage: list(used) for stage, used in (stages or {}).items()}
         self._uses = Counter(parameter for used in self._stages.values() for parameter in used)
-        units = units_of(zero, self._stages, {})
+        chains = list(scopes)
+        units = units_of(zero, self._stages, {scope.name: scope.parameters() for chain in chains for scope in chain})
         sizes = []
         for name, (parameter, facts) in self.trained.items():
             key = bucket_key(facts, mesh.layout, mesh.rank, str(parameter.dtype), units.get(parameter, ()), rule(facts))
@@ -87,6 +94,8 @@ class GradientBuckets:
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._sinks: dict[nn.Parameter, GradientSink] = {}
         self._make_buckets(plan_buckets(sizes, bucket_elements), types or GradientTypes())
+        if zero == 3:
+            ParameterGathering(chains, self._bucket_of)  # the scopes keep it
         # What is reduced once a step while backward runs; those across stages end at different times on their holders.
         self._overlapped = [bucket for bucket in self.buckets if zero < 2 and not bucket.plan.key.across_stages]
         self._num_started = 0
@@ -149,6 +158,20 @@ class GradientBuckets:
         for holders, mine in of_holders.items():
             digests = gather_json(hashlib.sha256(repr(mine).encode()).hexdigest(), groups[holders], self.device)
             assert len(set(digests)) == 1, f"the members of {groups[holders]} hold different parameters"
+
+    def weights(self, name: str) -> list[tuple[int, int, torch.Tensor]] | None:
+        """Return what is here of a trained parameter between uses, as flat ranges of it: (start, stop, values).
+
+        None if all of it is, as it is unless parameters are sharded.
+        """
+        bucket = self._bucket_of[self.trained[name][0]] if name in self.trained else None
+        if bucket is None or not bucket.is_gathered:
+            return None
+        (place,) = (place for place in bucket.plan.places if place.name == name)
+        start, stop = max(place.offset, bucket.part.start), min(place.stop, bucket.part.stop)
+        if start >= stop:
+            return []
+        return [(start - place.offset, stop - place.offset, bucket.values(slice(start, stop)))]
 
     def zero_grad(self) -> None:
         """Open a step: set all main gradients to zero."""

@@ -76,6 +76,8 @@ class Bucket:
     reduction: Pending = DONE
     num_reductions: int = 0  # of this step
     whole_grad: torch.Tensor | None = None  # from a backward's first contribution to its reduction, under ZeRO 2 and 3
+    _gathering: Pending | None = None  # of parameters that are gathered for each use; None while they are not here
+    _num_uses: int = 0
     _steps: list[Callable[[], Pending]] = field(default_factory=list)  # of the step's reduction that are still to come
 
     @property
@@ -157,12 +159,44 @@ class Bucket:
             steps.append(lambda: sum_start(self.grad(self.kept), groups.copies, wire))
         return steps
 
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Begin to bring the whole bucket's parameters here, for `hold`."""
+        if self._gathering is None:
+            self.parameters.untyped_storage().resize_(self.parameters.nbytes)
+            self.parameters[self.part].copy_(self.shard)
+            self._gathering = all_gather_into_start(self.parameters, self.groups.inner)
+
+    def hold(self) -> None:
+        """Have the whole bucket's parameters here until `let_go` has been called as often."""
+        self.start_gather()
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering = DONE
+        self._num_uses += 1
+
+    def let_go(self) -> None:
+        self._num_uses -= 1
+        assert self._num_uses >= 0
+        if not self._num_uses:
+            self.drop()
+
+    def drop(self) -> None:
+        """Free the parameters that are not in `shard`."""
+        if self._gathering is not None:
+            self._gathering.wait()
+        self._gathering = None
+        self.parameters.untyped_storage().resize_(0)
+
     def values(self, part: slice) -> torch.Tensor:
         """Return a part of the bucket's parameters that is here between uses."""
         return self.shard[part.start - self.part.start : part.stop - self.part.start]
 
     def round_main_params(self) -> None:
-        """Set the parameters of `kept` to the main parameters, rounded."""
+        """Set the parameters of `kept` to the main parameters, rounded; what was gathered before is of no use any more."""
+        if self.is_gathered and self._gathering is not None:
+            assert not self._num_uses, "parameters are updated while a backward or forward uses them"
+            self.drop()
         if self.has_own_main_params:
             self.values(self.kept).copy_(self.main_params)
 
@@ -203,6 +237,9 @@ def make_bucket(
     grad_part = inner_part if zero >= 2 else whole
     part = inner_part if zero == 3 and plan.key.unit else whole
     shard = flat if part == whole else flat[part].clone()
+    main_params = shard[kept.start - part.start : kept.stop - part.start].to(main_dtype)
+    if shard is not flat:
+        flat.untyped_storage().resize_(0)
     wire = types.wire or main_dtype
     grad_dtype = types.main or main_dtype
     return Bucket(
@@ -213,7 +250,7 @@ def make_bucket(
         parameters=flat,
         shard=shard,
         main_grad=torch.zeros(grad_part.stop - grad_part.start, dtype=grad_dtype, device=device),
-        main_params=shard[kept.start - part.start : kept.stop - part.start].to(main_dtype),
+        main_params=main_params,
         part=part,
         inner_part=inner_part,
         grad_part=grad_part,

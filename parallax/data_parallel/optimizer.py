@@ -108,6 +108,10 @@ class ShardedOptimizer:
         )
         return [piece for piece in pieces if piece is not None]
 
+    def weights(self, name: str) -> list[tuple[int, int, torch.Tensor]] | None:
+        """Return what this rank has of the parameter itself between uses; see `GradientBuckets.weights`."""
+        return self.buckets.weights(name)
+
 
 class ShardedAdamW(ShardedOptimizer):
     """AdamW for all parameters; see `rules.AdamW`."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from parallax.flags import named
 
-ZERO_STAGES = (0, 1, 2)
+ZERO_STAGES = (0, 1, 2, 3)
 _MOMENTUM = {"sgd": 0.9}
 
 # In bf16 a change of less than 1/512 is rounded away. A second moment v falls by (1 - beta2) v at most, so at 0.999 it never
@@ -26,7 +26,7 @@ class OptimizerOptions:
 
     zero: Annotated[int, named("zero", "use-distributed-optimizer", metavar="|".join(map(str, ZERO_STAGES)))] = 1
     """ZeRO stage: 0 keeps everything on every process that holds a copy; 1 shards the optimizer states over these, 2 the
-    gradients too."""
+    gradients too, 3 also the weights, which are gathered layer by layer for each use."""
 
     zero_group: Annotated[int | None, named("zero-group", metavar="INT", default="all of dp")] = None
     """Shard over so many neighbouring data-parallel ranks, as a node has, and replicate beyond: less to send between nodes."""

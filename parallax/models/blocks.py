@@ -15,6 +15,7 @@ from parallax.models.config import DecoderConfig
 from parallax.models.mlp import ParallelMLP
 from parallax.models.rotary import RotaryEmbedding
 from parallax.tensor_parallel.norm import LayerNorm, RMSNorm
+from parallax.tensor_parallel.scopes import ParameterScope
 from parallax.tensor_parallel.segments import Segment, Tensors, into_columns, out_of_rows
 
 
@@ -37,6 +38,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         config = config.resolved()
         self.recompute, self.tp, self.sequence_parallel = recompute, tp, sequence_parallel
+        self.scope = ParameterScope("layer", self.parameters)
         self.exact_sums = False  # as of the parallel layers
         if config.positions == "rotary" and rotary is None:
             rotary = RotaryEmbedding(config)
@@ -68,9 +70,12 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+        hidden = self.scope.entered(hidden)
         if self.recompute == "full" and torch.is_grad_enabled():
-            return checkpoint(self._layer, hidden, rows, use_reentrant=False, preserve_rng_state=False)
-        return self._layer(hidden, rows)
+            hidden = checkpoint(self._layer, hidden, rows, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden = self._layer(hidden, rows)
+        return self.scope.left(hidden)
 
     def _layer(self, hidden: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rows)
@@ -86,6 +91,7 @@ class TransformerLayer(nn.Module):
             return normed.double() if self.exact_sums else normed
 
         def before_attention(hidden: torch.Tensor) -> Tensors:
+            hidden = self.scope.entered(hidden)
             return wide(self.input_layernorm(hidden)), hidden
 
         def attention(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
@@ -99,7 +105,7 @@ class TransformerLayer(nn.Module):
             return self.mlp.part(normed), hidden
 
         def after_mlp(fed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
-            return (hidden + self.mlp.down_proj.add_bias(fed),)
+            return (self.scope.left(hidden + self.mlp.down_proj.add_bias(fed)),)
 
         where = self.tp, self.sequence_parallel
         return [

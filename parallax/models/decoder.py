@@ -14,13 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallax.collectives import copy_to, gather_sequence
 from parallax.mesh import Group, Replicas, rank_of, size_of
 from parallax.models.attention import Rows
 from parallax.models.blocks import TransformerLayer, make_norm
 from parallax.models.config import DecoderConfig
 from parallax.models.rotary import RotaryEmbedding
+from parallax.tensor_parallel.chunked_logits import ChunkedLogits
 from parallax.tensor_parallel.facts import ParameterFacts, replicated, update_facts
 from parallax.tensor_parallel.linear import ColumnParallelLinear, column_parallel
+from parallax.tensor_parallel.scopes import ParameterScope
 from parallax.tensor_parallel.segments import Segment, into_columns
 from parallax.tensor_parallel.vocabulary import VocabParallelEmbedding, padded_vocab_size
 
@@ -72,9 +75,11 @@ class DecoderBody(nn.Module):
 class DecoderStage(nn.Module):
     """Token ids `[batch, seq]` (first stage) or hidden `[batch, seq(/tp), hidden]` to hidden, or to logits (last stage).
 
-    Logits are `[batch, seq, padded_vocab/tp]`, this rank's columns.
+    Logits are `[batch, seq, padded_vocab/tp]`, this rank's columns. With a `loss_chunk`, those of more tokens than that are
+    `ChunkedLogits`, which a loss takes as well.
     """
 
+    loss_chunk = 0
     exact_sums = False  # of the head, as of the parallel layers
 
     def __init__(
@@ -121,6 +126,31 @@ class DecoderStage(nn.Module):
             self.model.norm = make_norm(config, tp, self.sequence_parallel)
             self.lm_head = None if tied_head else self._make_head()
 
+        self.scopes = self._make_scopes()
+
+    def _make_scopes(self) -> list[ParameterScope]:
+        """Return the parts of the stage whose parameters are used together, in the order of forward."""
+        body = self.model
+        scopes: list[ParameterScope] = []
+        if self.spec.is_first:
+            embeddings = [body.embed_tokens] + ([body.embed_positions] if hasattr(body, "embed_positions") else [])
+            self._embedding_scope = ParameterScope(
+                "embedding", lambda: [module.weight for module in embeddings], used_in_backward=False
+            )
+            scopes.append(self._embedding_scope)
+        for index, layer in body.layers.items():
+            scope = cast("TransformerLayer", layer).scope
+            scope.name = f"layers.{index}"
+            scopes.append(scope)
+        if self.spec.is_last:
+            self._head_scope = ParameterScope("head", lambda: [*body.norm.parameters(), self._head_weight])
+            scopes.append(self._head_scope)
+        return scopes
+
+    @property
+    def _head_weight(self) -> nn.Parameter:
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
     def _make_head(self) -> ColumnParallelLinear:
         return ColumnParallelLinear(
             self.config.hidden_size,
@@ -131,14 +161,14 @@ class DecoderStage(nn.Module):
             std=self.config.initializer_range,
         )
 
-    def forward(self, input: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, rows: Rows | None = None) -> torch.Tensor | ChunkedLogits:
         """rows: what the rows of the batch hold, whole sequences on every rank; None: one text each, from position 0."""
         hidden = self._embedded(input, rows) if self.spec.is_first else input
         for layer in self.model.layers.values():
             hidden = layer(hidden, rows)
         if not self.spec.is_last:
             return hidden
-        return self._logits(self.model.norm(hidden))
+        return self._logits(self.model.norm(self._head_scope.entered(hidden)))
 
     def segments(self, input_ids: torch.Tensor, rows: Rows | None = None) -> list[Segment]:
         """Return the same computation cut where it communicates over tp; the first stage ignores its input for `input_ids`."""
@@ -148,20 +178,29 @@ class DecoderStage(nn.Module):
             segments.insert(0, Segment(lambda _: (self._embedded(input_ids, rows),)))
         if self.spec.is_last:
             segments.append(into_columns(self._normed, self.tp, self.sequence_parallel))
-            segments.append(Segment(lambda hidden: (self._logits(hidden, communicate=False),)))
+            # What stands for logits goes no further than to the loss, in the same segment.
+            segments.append(Segment(lambda hidden: (cast("torch.Tensor", self._logits(hidden, communicate=False)),)))
         return segments
 
     def _embedded(self, input_ids: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        self._embedding_scope.entered(input_ids)
         hidden = self.model.embed_tokens(input_ids)
         if self.config.positions == "learned":
             hidden = self.model.embed_positions(hidden, None if rows is None else rows.positions)
-        return hidden
+        return self._embedding_scope.left(hidden)
 
     def _normed(self, hidden: torch.Tensor) -> tuple[torch.Tensor]:
-        normed = self.model.norm(hidden)
+        normed = self.model.norm(self._head_scope.entered(hidden))
         return (normed.double() if self.exact_sums else normed,)
 
-    def _logits(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor:
-        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+    def _logits(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor | ChunkedLogits:
         tp = self.tp if communicate else None
-        return column_parallel(hidden, [head], [None], tp, self.sequence_parallel, self.exact_sums)[0]
+        num_tokens = hidden.shape[0] * hidden.shape[1] * (size_of(tp) if self.sequence_parallel else 1)
+        if 0 < self.loss_chunk < num_tokens:
+            if self.exact_sums:
+                hidden = hidden.double()  # for the sum of its gradient over tp
+            whole = gather_sequence(hidden, tp) if self.sequence_parallel else copy_to(hidden, tp)
+            return ChunkedLogits(whole, self._head_weight, self.loss_chunk, self.exact_sums, self._head_scope.left)
+        weights = [self._head_weight]
+        (logits,) = column_parallel(hidden, weights, [None], tp, self.sequence_parallel, self.exact_sums)
+        return self._head_scope.left(logits)

@@ -11,7 +11,7 @@ from parallax.data_parallel.optimizer import gradient_types, make_optimizer, rul
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
-from parallax.models.stages import build_stages
+from parallax.models.stages import EMBEDDING, build_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
 from parallax.precision.backends.choose import choose_backend
@@ -60,12 +60,16 @@ def build_train_step(
         sequence_parallel=sequence_parallel,
         recompute=training.recompute,
     )
+    for stage in stages.values():
+        stage.loss_chunk = training.loss_chunk
     fp8_state = None if choice is None else apply_recipe(stages.values(), fp8.recipe, choice, mesh)
     named: dict[str, NamedParameter] = {}  # a rank's stages may share the embedding
     for stage in stages.values():
         for entry in named_parameters_with_facts(stage, mesh.tp):
             named.setdefault(entry[0], entry)
-    parameters = list(named.values())
+    # In the order of the whole model's forward on every rank, so that all agree on the order of reductions: a last stage also has
+    # the tied embedding.
+    parameters = sorted(named.values(), key=lambda entry: entry[0] != EMBEDDING)
     used = {index: list(stage.parameters()) for index, stage in stages.items()}
     buckets = GradientBuckets(
         parameters,
@@ -73,6 +77,7 @@ def build_train_step(
         zero=optimizer.zero,
         zero_group=optimizer.zero_group,
         stages=used,
+        scopes=[stage.scopes for stage in stages.values()],
         types=gradient_types(optimizer),
         rule=rule_of(optimizer),
     )

@@ -18,37 +18,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from parallax.data_parallel.optimizer import rule_of
-from parallax.data_parallel.options import OptimizerOptions, num_moments
-from parallax.data_parallel.plan import (
-    BucketKey,
-    BucketPlan,
-    Levels,
-    ParameterSize,
-    bucket_key,
-    plan_buckets,
-    split_holders,
-    units_of,
-)
-from parallax.mesh import Group, Layout, Replicas
+from parallax.data_parallel.options import OptimizerOptions
+from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
-from parallax.models.stages import shape_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.simulator import simulate
-from parallax.tensor_parallel.facts import named_parameters_with_facts
 from parallax.tensor_parallel.vocabulary import padded_vocab_size
 from parallax.training.memory import (
-    ELEMENT_BYTES,
     Memory,
     Shapes,
-    StateTypes,
     layer_activation_bytes,
     layer_working_bytes,
     logits_bytes,
     loss_working_bytes,
-    model_state_bytes,
 )
 from parallax.training.options import ParallelOptions, TrainingOptions
+from parallax.training.sharding import RankSharding, rank_sharding
 from parallax.training.stages import stage_flops
 
 TABLE_WIDTH = 200  # characters that the table may take; it takes what it needs
@@ -131,14 +116,23 @@ def make_plan(run: PlannedRun) -> Plan:
     schedule, layers, num_micro_batches = run.schedule, run.stage_ranges, run.num_micro_batches
     simulation = simulate(schedule)
     shapes = Shapes(
-        config, training.micro_batch, training.seq_len, layout.tp, parallel.sp, training.precision, training.recompute
+        config,
+        training.micro_batch,
+        training.seq_len,
+        layout.tp,
+        parallel.sp,
+        training.precision,
+        training.recompute,
+        training.loss_chunk,
     )
     flops = stage_flops(config, layers, training.seq_len)
     even_share = flops_per_token(config, training.seq_len) / layout.pp
     ranks = []
     for pp_rank in range(layout.pp):
         held = schedule.stages_of(pp_rank)
-        buckets = rank_buckets(config, layout, layers, schedule.holders, pp_rank, parallel.sp, run.optimizer)
+        sharding = rank_sharding(
+            config, layout, layers, schedule, pp_rank, parallel.sp, run.optimizer, training.precision
+        )
         chunks = Counter(action.stage for action in schedule.actions_of(pp_rank) if action.kind == "F")
         first = layout.global_rank(pp=pp_rank)
         ranks.append(
@@ -146,13 +140,13 @@ def make_plan(run: PlannedRun) -> Plan:
                 stages=held,
                 layers=tuple(layers[stage] for stage in held),
                 ranks=(first, first + layout.dp * layout.tp - 1),
-                num_parameters=sum(place.numel for bucket, _ in buckets for place in bucket.places),
+                num_parameters=sum(place.numel for bucket in sharding.buckets for place in bucket.plan.places),
                 in_flight=simulation.peak_in_flight[pp_rank],
                 # A stage that is held twice gets a part of the micro-batches on each holder.
                 flops_share=sum(flops[stage] * count / num_micro_batches for stage, count in chunks.items())
                 / even_share,
-                memory=rank_memory(shapes, schedule, layers, pp_rank, buckets, run.optimizer),
-                traffic=rank_traffic(shapes, schedule, layers, pp_rank, buckets, run.optimizer),
+                memory=rank_memory(shapes, schedule, layers, pp_rank, sharding),
+                traffic=rank_traffic(shapes, schedule, layers, pp_rank, sharding),
             )
         )
     return Plan(
@@ -168,59 +162,15 @@ def make_plan(run: PlannedRun) -> Plan:
     )
 
 
-def rank_buckets(
-    config: DecoderConfig,
-    layout: Layout,
-    layers: Sequence[range],
-    holders: Sequence[Sequence[int]],
-    pp_rank: int,
-    sequence_parallel: bool,
-    optimizer: OptimizerOptions,
-) -> list[tuple[BucketPlan, Levels]]:
-    """Return the flat buckets of the first rank at a position in the pipeline, and how their holders divide them.
-
-    Those of its others have the same sizes.
-    """
-    rank = layout.global_rank(pp=pp_rank)
-    tp = Group("tp", layout.ranks_along(["tp"], rank), 0) if layout.tp > 1 else None
-    stages = shape_stages(config, layers, holders, pp_rank, tp=tp, sequence_parallel=sequence_parallel)
-    rule = rule_of(optimizer)
-    units = units_of(optimizer.zero, {index: list(stage.parameters()) for index, stage in stages.items()}, {})
-    # Lists of holders are long: one for each kind of parameter.
-    keys: dict[tuple[Replicas, bool, tuple[str, ...], str], BucketKey] = {}
-    sizes: dict[str, ParameterSize] = {}
-    for stage in stages.values():
-        for name, parameter, facts in named_parameters_with_facts(stage):
-            kind = facts.replicas, facts.partial, units.get(parameter, ()), rule(facts)
-            if kind not in keys:
-                keys[kind] = bucket_key(facts, layout, rank, str(parameter.dtype), *kind[2:])
-            sizes.setdefault(name, ParameterSize(name, parameter.numel(), keys[kind], facts.decays))
-    plans = plan_buckets(list(sizes.values()))
-    levels = {
-        key.holders: split_holders(key.holders, layout, rank, optimizer.zero, optimizer.zero_group)
-        for key in keys.values()
-    }
-    return [(plan, levels[plan.key.holders]) for plan in plans]
-
-
 def rank_memory(
     shapes: Shapes,
     schedule: Schedule,
     layers: Sequence[range],
     pp_rank: int,
-    buckets: list[tuple[BucketPlan, Levels]],
-    optimizer: OptimizerOptions,
+    sharding: RankSharding,
 ) -> Memory:
     """Return what a rank at a position in the pipeline holds at the fullest moment of a step."""
-    types = {
-        rule: StateTypes(shapes.precision, optimizer.main_grad_dtype, optimizer.moment_dtype, count)
-        for rule, count in num_moments(optimizer).items()
-    }
-    states = [
-        model_state_bytes(bucket.size, optimizer.zero, len(levels.inner), len(levels.across), types[bucket.key.rule])
-        for bucket, levels in buckets
-    ]
-    weights, gradients, moments = (sum(column) for column in zip(*states, strict=True))
+    weights, gradients, moments = sharding.state_bytes()
     last, padded = schedule.num_stages - 1, padded_vocab_size(shapes.config.vocab_size, shapes.tp)
     kept = {
         stage: len(layers[stage]) * layer_activation_bytes(shapes)
@@ -236,7 +186,7 @@ def rank_memory(
         held += sum(kept[action.stage] for action in entry.parts if action.kind == "F")
         peak = max(peak, held)
         held -= sum(kept[action.stage] for action in entry.parts if action.kind in ("B", "I"))
-    return Memory(weights, gradients, moments, peak, working)
+    return Memory(weights, gradients, moments, peak, working + sharding.working_bytes())
 
 
 def rank_traffic(
@@ -244,8 +194,7 @@ def rank_traffic(
     schedule: Schedule,
     layers: Sequence[range],
     pp_rank: int,
-    buckets: list[tuple[BucketPlan, Levels]],
-    optimizer: OptimizerOptions,
+    sharding: RankSharding,
 ) -> Traffic:
     """Return what a rank at a position in the pipeline sends in a step; a few bytes per token, as the loss's, are left out."""
     whole = shapes.num_tokens * shapes.config.hidden_size * shapes.element
@@ -257,31 +206,11 @@ def rank_traffic(
         for action in schedule.actions_of(rank):
             source = schedule.input_of(action)
             messages += source is not None and rank != pp_rank and schedule.rank_of(source) == pp_rank
-    dp = sum(_bucket_traffic(bucket, levels, shapes, schedule, pp_rank, optimizer) for bucket, levels in buckets)
-    return Traffic(tp=round(tp_parts * whole * (shapes.tp - 1) / shapes.tp), pp=messages * shapes.hidden_bytes, dp=dp)
-
-
-def _bucket_traffic(
-    bucket: BucketPlan,
-    levels: Levels,
-    shapes: Shapes,
-    schedule: Schedule,
-    pp_rank: int,
-    optimizer: OptimizerOptions,
-) -> int:
-    """Return what a rank sends in a step for a bucket's gradients and for its parameters once they are updated.
-
-    Parts of a bucket are whole numbers of elements at each level, so nothing is rounded.
-    """
-    inner, across, copies = len(levels.inner), len(levels.across), len(levels.copies)
-    over_inner, over_across = bucket.size // inner * (inner - 1), bucket.size // inner // across * (across - 1)
-    over_copies = 2 * (bucket.size // levels.num_shards // copies) * (copies - 1)
-    times = 1
-    if optimizer.zero >= 2:
-        completed = [f"stage {action.stage}" for action in schedule.actions_of(pp_rank) if action.kind in ("B", "W")]
-        times = sum(stage in bucket.key.unit for stage in completed)
-    gradients = times * over_inner + over_across + over_copies
-    return gradients * ELEMENT_BYTES[optimizer.grad_reduce_dtype] + (over_inner + over_across) * shapes.element
+    return Traffic(
+        tp=round(tp_parts * whole * (shapes.tp - 1) / shapes.tp),
+        pp=messages * shapes.hidden_bytes,
+        dp=sharding.bytes_sent(),
+    )
 
 
 def _gathers(shapes: Shapes, num_layers: int, stage: int, num_stages: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallax.checkpoint.parts import CheckpointParts
+from parallax.checkpoint.parts import CheckpointParts, weights_of
 from parallax.data_parallel.bucket import GradientBuckets
 from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.mesh import Layout, Mesh
@@ -53,13 +53,15 @@ def build_parts(
     initialize(stage, seed)
     parameters = list(named_parameters_with_facts(stage))
     # Buckets smaller than a layer, so that pieces begin and end inside of parameters.
-    optimizer = ShardedAdamW(GradientBuckets(parameters, mesh, zero=zero, bucket_elements=3000))
+    buckets = GradientBuckets(parameters, mesh, zero=zero, bucket_elements=3000, scopes=[stage.scopes])
+    optimizer = ShardedAdamW(buckets)
     parts = CheckpointParts(config, parameters, optimizer, dtype=dtype, state={"seed": seed, "tokens": 1 << 40})
     if fill:
         optimizer.step_count = seed + 7
         for name, parameter, facts in parameters:
             with torch.no_grad():  # a constant where they begin would hide mistakes
-                expected_value(name, "", facts, parameter, seed, into=parameter)
+                for start, stop, values in weights_of(optimizer, name, parameter):
+                    values.copy_(expected_value(name, "", facts, parameter, seed)[start:stop])
             for piece in optimizer.pieces(name):
                 for kind, state in piece.tensors.items():
                     state.copy_(
@@ -80,10 +82,9 @@ def expected_value(
     parameter: nn.Parameter,
     seed: int,
     dtype: torch.dtype | None = None,
-    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return, flat, the local tensor that a filled run has: zero where it is padding."""
-    local = torch.zeros_like(parameter, dtype=dtype or parameter.dtype) if into is None else into
+    local = torch.zeros_like(parameter, dtype=dtype or parameter.dtype)
     facts.held(local).copy_(_drawn(f"{name}/{kind}", dataclasses.replace(facts, std=1.0), seed))
     return local.detach().reshape(-1)
 
@@ -92,8 +93,10 @@ def differences(parts: CheckpointParts, seed: int) -> list[str]:
     """Return the names of this rank's tensors that are not, bit for bit, those of a filled run."""
     wrong = [] if parts.optimizer is None or parts.optimizer.step_count == seed + 7 else ["step_count"]
     for name, parameter, facts in parts.parameters:
-        if not torch.equal(parameter.detach().view(-1), expected_value(name, "", facts, parameter, seed)):
-            wrong.append(name)
+        whole = expected_value(name, "", facts, parameter, seed)
+        for start, stop, values in weights_of(parts.optimizer, name, parameter):
+            if not torch.equal(values, whole[start:stop]):
+                wrong.append(name)
         for piece in parts.optimizer.pieces(name) if parts.optimizer else ():
             for kind, state in piece.tensors.items():
                 expected = expected_value(name, kind, facts, parameter, seed, state.dtype)

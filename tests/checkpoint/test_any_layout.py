@@ -9,6 +9,7 @@ import torch
 from parallax.checkpoint import fill, plan
 from parallax.checkpoint.load import load
 from parallax.checkpoint.save import save
+from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Layout, Mesh
 from tests.checkpoint.runs import GPT2, LLAMA, TIED, build_parts, contents, differences, single_process_mesh
 from tests.distributed.harness import run_layout
@@ -44,11 +45,11 @@ def _save_models(root: Path) -> dict[str, Path]:
 
 
 def _load_and_save(mesh: Mesh, saved: dict[str, Path], root: Path) -> list:
-    """Load each model under ZeRO 0 and 1, and save each again; return the tensors that are wrong."""
+    """Load each model under each ZeRO stage, and save each again; return the tensors that are wrong."""
     found: list = []
     _use_small_units()
     for name, (config, dtype) in MODELS.items():
-        for zero in (0, 1):
+        for zero in ZERO_STAGES:
             parts = build_parts(mesh, config, zero, seed=2, dtype=dtype)
             state = load(saved[name], parts, mesh)
             found += differences(parts, seed=1)
@@ -67,5 +68,5 @@ def test_what_one_process_saves_any_layout_loads_and_saves_as_the_same_bytes(
 ) -> None:
     assert run_layout(layout, _load_and_save, single, tmp_path) == [[]] * layout.world_size
     for name in MODELS:
-        for zero in (0, 1):
+        for zero in ZERO_STAGES:
             assert contents(tmp_path / f"{name} zero {zero}" / "step-00000100") == contents(single[name]), (name, zero)

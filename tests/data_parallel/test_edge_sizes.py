@@ -15,6 +15,7 @@ from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
 from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Mesh
+from parallax.tensor_parallel.scopes import ParameterScope
 from tests.data_parallel import toys
 from tests.distributed.harness import run_ranks
 
@@ -39,7 +40,10 @@ def _gradients(rank: int, step: int, number: int) -> dict[str, torch.Tensor]:
 def _train(mesh: Mesh, zero: int, zero_group: int | None, announced: bool) -> dict[str, Any]:
     parameters = toys.given(_values())
     next(parameter for name, parameter, _ in parameters if name == FROZEN).requires_grad_(False)
-    buckets = GradientBuckets(parameters, mesh, zero=zero, zero_group=zero_group, bucket_elements=toys.BUCKET)
+    scopes = _scopes(parameters)
+    buckets = GradientBuckets(
+        parameters, mesh, zero=zero, zero_group=zero_group, bucket_elements=toys.BUCKET, scopes=[scopes]
+    )
     optimizer = ShardedAdamW(buckets, **SETTINGS)
     norms = []
     for step in range(STEPS):
@@ -49,15 +53,32 @@ def _train(mesh: Mesh, zero: int, zero_group: int | None, announced: bool) -> di
                 buckets.expect_last_backward()
             if announced:
                 buckets.before_backward()
-            toys.backward_of(parameters, _gradients(mesh.rank, step, number))
+            _backward(scopes, parameters, _gradients(mesh.rank, step, number))
             if announced:
                 buckets.after_backward()
         buckets.finish()
         norms.append(all_reduce_(local_squared_norm(buckets), mesh.world).sqrt())
         toys.poison(buckets)
         optimizer.step(RATE, clip_coefficient(norms[-1], CLIP))
+    for scope in scopes:
+        scope.entered(torch.ones(()))  # ZeRO 3 has no whole parameters otherwise
     assert all(same_on_all(parameter, mesh.dp) for _, parameter, _ in parameters)
     return {name: parameter.detach() for name, parameter, _ in parameters} | {"norms": torch.stack(norms)}
+
+
+def _scopes(parameters: list) -> list[ParameterScope]:
+    """Return three scopes, of every third parameter each."""
+    return [ParameterScope(f"scope{i}", lambda i=i: [entry[1] for entry in parameters[i::3]]) for i in range(3)]
+
+
+def _backward(scopes: list[ParameterScope], parameters: list, gradients: dict[str, torch.Tensor]) -> None:
+    """Run a backward in which each parameter gets exactly the given gradient, scope by scope."""
+    hidden = torch.ones(())
+    for i, scope in enumerate(scopes):
+        hidden = scope.entered(hidden)
+        products = [(parameter * gradients[name]).sum() for name, parameter, _ in parameters[i::3] if name in gradients]
+        hidden = scope.left(hidden + torch.stack(products).sum())
+    hidden.backward()
 
 
 def _all(mesh: Mesh) -> dict[tuple, dict[str, Any]]:

@@ -118,18 +118,36 @@ def test_in_float64_every_schedule_equals_one_process_to_ten_digits(layout: str)
     _check(LAYOUTS[layout], cases, rel=1e-10)
 
 
-# ZeRO 2 sums gradients over dp, and over what else holds a copy on the same pipeline rank, after each backward.
+# ZeRO 2 sums gradients, and ZeRO 3 gathers parameters, over dp and over what else holds a copy on the same pipeline rank.
 SHARDED = {
-    "dp2": [Case(zero=2, micro_batch=1), Case(zero=2, model=TIED, micro_batch=1, recompute="full")],
-    "tp2": [Case(zero=2, sp=True), Case(optimizer="sgd", zero=2, model=TIED)],
+    "dp2": [
+        Case(zero=2, micro_batch=1),
+        Case(zero=2, model=TIED, micro_batch=1, recompute="full"),
+        Case(zero=3, model=TIED, micro_batch=1),
+        Case(zero=3, model=GPT, recompute="full"),
+        Case(zero=3, optimizer="sgd"),
+    ],
+    "tp2": [Case(zero=2, sp=True), Case(optimizer="sgd", zero=2, model=TIED), Case(zero=3, sp=True, model=QWEN3)],
+    "dp4": [Case(zero=zero, zero_group=2, micro_batch=1, model=TIED) for zero in (1, 2, 3)],
     "pp2 dp2": [
         Case(zero=2, model=TIED, micro_batch=1),
-        *(_scheduled(name, zero=2, model=TIED) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipev", "interleaved")),
+        *(
+            _scheduled(name, zero=zero, model=TIED)
+            for name in ("zb-h1", "zb-v", "dualpipe", "dualpipev", "interleaved")
+            for zero in (2, 3)
+        ),
+        _scheduled("gpipe", zero=3, recompute="selective"),
     ],
-    "tp2 pp2": [_scheduled("dualpipe", zero=2, sp=True, model=GPT), _scheduled("zb-v", zero=2, sp=True, model=QWEN3)],
-    "dp4": [Case(zero=zero, zero_group=2, micro_batch=1, model=TIED) for zero in (1, 2)],
-    "tp2 dp4": [Case(zero=2, zero_group=2, micro_batch=1, sp=True, model=QWEN3)],
-    "tp2 pp2 dp2": [Case(zero=2, model=TIED, sp=True), _scheduled("dualpipe", zero=2, sp=True, model=TIED)],
+    "tp2 pp2": [
+        *(_scheduled("dualpipe", zero=zero, sp=True, model=GPT) for zero in (2, 3)),
+        *(_scheduled("zb-v", zero=zero, sp=True, model=QWEN3) for zero in (2, 3)),
+    ],
+    "tp2 dp4": [Case(zero=zero, zero_group=2, micro_batch=1, sp=True, model=QWEN3) for zero in (2, 3)],
+    "tp2 pp2 dp2": [
+        *(Case(zero=zero, model=TIED, sp=True) for zero in (2, 3)),
+        *(_scheduled("dualpipe", zero=zero, sp=True, model=TIED) for zero in (2, 3)),
+        _scheduled("1f1b", zero=3, recompute="full"),
+    ],
 }
 
 

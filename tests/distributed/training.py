@@ -60,11 +60,17 @@ class Case:
     seq_len: int = 16
     steps: int = 10
     recompute: str = "none"
+    loss_chunk: int = 0
     precision: str = "fp32"
     pipeline_layout: str | None = None
     zero_group: int | None = None
     optimizer: str = "adamw"
     fp8: Fp8Options = Fp8Options()
+    narrow: tuple[str, ...] = ()  # options of the optimizer that say bf16
+
+    @property
+    def optimizer_options(self) -> OptimizerOptions:
+        return OptimizerOptions(self.optimizer, self.zero, self.zero_group, **dict.fromkeys(self.narrow, "bf16"))
 
     @property
     def reference(self) -> Case:
@@ -73,11 +79,13 @@ class Case:
             self,
             zero=0,
             zero_group=None,
+            narrow=(),
             sp=False,
             schedule="1f1b",
             chunks=None,
             micro_batch=2 - self.global_batch % 2,
             recompute="none",
+            loss_chunk=0,
             pipeline_layout=None,
         )
 
@@ -91,13 +99,14 @@ def build(mesh: Mesh, case: Case) -> TrainStep:
         steps=case.steps,
         precision=case.precision,
         recompute=case.recompute,
+        loss_chunk=case.loss_chunk,
         seed=5,
     )
     micro_batches = case.global_batch // (case.micro_batch * mesh.layout.dp)
     schedule = make_schedule(case.schedule, mesh.layout.pp, micro_batches, case.chunks)
     layers = stage_ranges(case.model, schedule.num_stages, case.pipeline_layout, case.seq_len)
     objective = NextToken(case.model.vocab_size, mesh.tp)
-    options = OptimizerOptions(case.optimizer, case.zero, case.zero_group)
+    options = case.optimizer_options
     return build_train_step(
         mesh, case.model, layers, schedule, training, options, objective, sequence_parallel=case.sp, fp8=case.fp8
     )

@@ -65,7 +65,7 @@ def held_by_a_rank(mesh: Mesh, words: str) -> dict[str, int]:
         for state in map(torch.Tensor.untyped_storage, piece.tensors.values())
     }
     return {
-        "weights": sum(bucket.parameters.nbytes for bucket in buckets),
+        "weights": sum(bucket.shard.nbytes for bucket in buckets),
         "gradients": sum(bucket.main_grad.nbytes for bucket in buckets),
         "optimizer": sum(state.nbytes() for state in states.values()),
     }
