@@ -193,12 +193,16 @@ def _recorded(options: argparse.Namespace, files: dict[str, Path]) -> tuple[Sche
         f"--{name.replace('_', '-')}": (getattr(options, name), None) for name in ("stages", "micro_batches", "chunks")
     }
     _refuse_contradictions(options.name, asked)
+    given: Costs = options.cost
+    of_messages = {"latency": given.latency, "message_bytes": given.message_bytes, "bandwidth": given.bandwidth}
+    if given != Costs(**of_messages) or options.memory is not None or options.limit is not None:
+        raise ConfigError(
+            f"{options.name} brings its own times; of --cost only comm, bytes and bandwidth go with it, and neither --memory "
+            "nor --limit"
+        )
     trace = read_trace(options.name)
     schedule = trace.schedule()
-    given = options.cost
-    measured = replace(
-        trace.costs(), latency=given.latency, message_bytes=given.message_bytes, bandwidth=given.bandwidth
-    )
+    measured = replace(trace.costs(), **of_messages)
     if "perfetto" in files:
         _write(files["perfetto"], to_perfetto(trace))
     simulated = chart_of(schedule, simulate(schedule, measured), f"{trace.name}, simulated with the times measured")

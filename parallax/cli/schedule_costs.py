@@ -21,6 +21,7 @@ _COSTS = {
 }
 _MEMORY = {"activations": "activations", "kept": "kept_for_weights", "stage": "stage"}
 _OF_MESSAGES = ("comm", "bytes", "bandwidth")
+_LEAST, _MOST = 1e-30, 1e30  # sums and quotients of what lies between are finite
 
 COST_HELP = (
     "durations, all in one unit: F forward, I backward of the input, W backward of the weights (a whole backward is I + W), FB "
@@ -81,6 +82,8 @@ def _numbers(text: str, names: dict[str, str], what: str) -> dict[str, Any]:
             numbers = (math.nan,)
         if name not in names or not all(0 <= number < math.inf for number in numbers):
             raise argparse.ArgumentTypeError(f"{part!r} is no {what}; write {', '.join(f'{key}=1' for key in names)}")
+        if any(number and not _LEAST <= number <= _MOST for number in numbers):
+            raise argparse.ArgumentTypeError(f"{part!r} must be 0 or from {_LEAST:g} to {_MOST:g}; use another unit")
         if name in found:
             raise argparse.ArgumentTypeError(f"{name} is given twice")
         if len(numbers) > 1 and name in _OF_MESSAGES:

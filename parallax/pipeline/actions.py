@@ -26,7 +26,7 @@ from functools import cached_property
 from parallax.errors import ConfigError
 
 KINDS = ("F", "B", "I", "W")
-_TEXT = re.compile(r"([b-z]?)(\d{1,9})([FBIW])(\d{1,9})")
+_TEXT = re.compile(r"([b-z]?)(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^|;]*)[|;]([^|;]*)\)(?:OVERLAP_F_B)?")  # the second form is torch's: (0F4;3B1)OVERLAP_F_B
 
 

@@ -56,6 +56,9 @@ def _check_shape(schedule: Schedule) -> None:
         raise ConfigError(
             f"schedule {schedule.name} is said to be for {schedule.num_ranks} ranks and lists {len(schedule.order)}"
         )
+    idle = next((rank for rank, row in enumerate(schedule.order) if not row), None)
+    if idle is not None:
+        raise ConfigError(f"schedule {schedule.name}, rank {idle}: it does nothing; each rank needs a stage")
     for pipe, row in enumerate(schedule.owner):
         if len(row) != schedule.num_stages or not all(0 <= rank < schedule.num_ranks for rank in row):
             raise ConfigError(

@@ -76,10 +76,7 @@ class Recorder:
 def _with_ends_of_sends(records: list[RankRecord]) -> list[RankRecord]:
     """Let each send last until its result is there: a sender is not told when that is."""
     ends: dict[tuple[int | None, Entry], float] = {
-        (record.rank, event.what): event.end
-        for record in records
-        for event in record.events
-        if event.kind == RECEIVE
+        (record.rank, event.what): event.end for record in records for event in record.events if event.kind == RECEIVE
     }
     for record in records:
         record.events = [

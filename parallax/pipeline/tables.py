@@ -44,6 +44,10 @@ def read_schedule(path: str | Path, num_ranks: int, num_micro_batches: int) -> S
             f"(--global-batch / (--micro-batch * dp)); use a --global-batch that makes {schedule.num_micro_batches}, or "
             "another table"
         )
+    if schedule.forward_only:
+        raise ConfigError(
+            f"schedule {path} has forwards only, so nothing would be trained; add the backwards, as in 0F0,0B0"
+        )
     return schedule
 
 

@@ -25,11 +25,13 @@ from typing import Any
 
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Action, Entry, Pair, Schedule, parse_entry
+from parallax.pipeline.check import check_schedule
 from parallax.pipeline.costs import Costs, PerStage
 from parallax.pipeline.tables import owners_of
 
 RUN, WAIT, SEND, RECEIVE = EVENT_KINDS = ("run", "wait", "send", "receive")
 _FORMAT = "parallax pipeline trace 1"
+_LEAST, _MOST = 1e-9, 1e9  # seconds that a step can take: a tick of the clock, thirty years
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class RankRecord:
     def from_data(cls, data: dict[str, Any]) -> RankRecord:
         """Return the record; raises KeyError, TypeError, ValueError or ConfigError if it is none."""
         events = [
-            Event(kind, parse_entry(what), float(start), float(end), peer if peer is None else int(peer))
+            Event(kind, parse_entry(str(what)), float(start), float(end), peer if peer is None else int(peer))
             for kind, what, start, end, peer in data["events"]
         ]
         if not all(event.kind in EVENT_KINDS and -math.inf < event.start <= event.end < math.inf for event in events):
@@ -196,10 +198,11 @@ def read_trace(path: str | Path) -> Trace:
         if data["format"] != _FORMAT:
             raise ValueError(f"its format is {data['format']!r}")
         trace = Trace(str(data["name"]), map(RankRecord.from_data, data["ranks"]))
-        if trace.makespan <= 0:
-            raise ValueError("nothing in it took any time")
+        if not _LEAST <= trace.makespan <= _MOST:
+            raise ValueError(f"its step took {trace.makespan:g} s")
+        check_schedule(trace.schedule())
         return trace
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         raise ConfigError(f"{path} is no trace of a pipeline step, as --trace-pipeline writes it: {error}") from error

@@ -186,6 +186,10 @@ def test_pictures_are_drawn_by_matplotlib(capsys: pytest.CaptureFixture, tmp_pat
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost X=1", "'X=1' is no cost; write F=1, I=1"),
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=-1", "'F=-1' is no cost"),
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=nan", "'F=nan' is no cost"),
+        ("schedule show gpipe --stages 2 --micro-batches 2 --cost F=1e308", "must be 0 or from 1e-30 to 1e+30"),
+        ("schedule show gpipe --stages 2 --micro-batches 2 --cost bandwidth=1e-300,bytes=1", "use another unit"),
+        ("schedule show none.json --cost F=2", "none.json brings its own times; of --cost only comm"),
+        ("schedule show none.json --memory activations=1", "neither --memory nor --limit"),
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost F=0,I=0,W=0", "cannot all be 0"),
         ("schedule simulate gpipe --stages 2 --micro-batches 2 --cost FB=4", "FB=4 must be from 2, the longer"),
         (

@@ -74,6 +74,7 @@ def test_torchs_table_of_1f1b_is_refused_since_its_last_rank_counts_micro_batche
     [
         ("", "schedule mine holds no actions"),
         (",,\n", "schedule mine holds no actions"),
+        ("0F\u0661,0B0\n", r"\(line 1, column 1\): '0F\u0661' is not an action"),
         ("0F0,x\n", r"schedule mine, rank 0 \(line 1, column 2\): 'x' is not an action"),
         (
             "0F0\n\n1F0,,(1F1|1F2)\n",
@@ -108,6 +109,8 @@ def test_what_is_no_table_is_said_with_line_and_column(text: str, sentence: str)
         ("0F0,0B0\n", "schedule PATH is a table for 1 micro-batches per step, not 2 (--global-batch / "),
         ("0F0\n1F0\n", "schedule PATH is a table for 1 micro-batches"),
         ("0F0\n1F0\n2F0\n", "schedule PATH has 3 rows, one for each pipeline rank, and --pp is "),
+        ("0F0,0F1\n1F0,1F1\n", "schedule PATH has forwards only, so nothing would be trained; add the backwards"),
+        ("0F0,0B0,0F1,0B1\n,\n", "schedule mine, rank 1: it does nothing; each rank needs a stage"),
     ],
 )
 def test_a_table_that_does_not_fit_a_run_is_one_sentence_before_it_starts(

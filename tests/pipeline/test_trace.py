@@ -100,6 +100,12 @@ def test_a_trace_in_a_file_reads_back_and_what_is_none_is_said_so(tmp_path: Path
         json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0"]]}]}),
         json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 0.0, float("inf"), None]]}]}),
         json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 1.0, 1.0, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0F0", 0.0, 1e-300, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", 5, 0.0, 1.0, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [event, ["run", "0F0", 1.0, 2.0, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [event, ["run", "0B1", 1.0, 2.0, None]]}]}),
+        json.dumps(good | {"ranks": [{"rank": 0, "events": [["run", "0B0", 0.0, 1.0, None], event]}]}),
+        "[" * 100_000,
         json.dumps(good | {"ranks": []}),
     ):
         (tmp_path / "broken.json").write_text(broken)
