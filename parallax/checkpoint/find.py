@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,16 +28,21 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     )
 
 
-def find_latest(root: str | Path, mesh: Mesh | None = None, older_than: int | None = None) -> Path | None:
+def find_latest(
+    root: str | Path,
+    mesh: Mesh | None = None,
+    older_than: int | None = None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> Path | None:
     """Return the newest checkpoint under `root` whose manifest holds and whose files are there in their sizes, or None.
 
     Contents are verified by `load`; when it refuses one, `older_than` its step finds the one before. Given a mesh, called
-    by all ranks: rank 0 looks and all return the same.
+    by all ranks: rank 0 looks and all return the same. notice: is told, on the rank that looks, why a newer one is passed over.
     """
     found, problems = None, []
     if mesh is None or mesh.rank == 0:
         try:
-            found = _find(Path(root), older_than)
+            found = _find(Path(root), older_than, notice)
         except OSError as error:
             problems = [f"{root} cannot be searched for checkpoints: {error.strerror}"]
     if mesh is not None:
@@ -49,16 +55,20 @@ def find_latest(root: str | Path, mesh: Mesh | None = None, older_than: int | No
     return None if found is None else Path(found)
 
 
-def _find(root: Path, older_than: int | None) -> Path | None:
+def _find(root: Path, older_than: int | None, notice: Callable[[str], None]) -> Path | None:
     for step, path in list_checkpoints(root):
         if older_than is not None and step >= older_than:
             continue
         try:
             manifest = read_manifest(path)
-        except ConfigError:
-            continue
-        if manifest.step == step and not check_files(path, manifest):
+            problems = check_files(path, manifest)
+            if manifest.step != step:
+                problems = [f"{path} holds step {manifest.step}, not the one that it is named after"]
+        except ConfigError as error:
+            problems = error.problems
+        if not problems:
             return path
+        notice(f"{problems[0]}; {path.name} is passed over")
     return None
 
 

@@ -74,7 +74,8 @@ def _check(folder: Path, manifest: Manifest, parts: CheckpointParts, mesh: Mesh)
     if problem is not None:
         raise ConfigError(problem)
     state = _read_state(folder, manifest)
-    if parts.optimizer is not None and type(state["optimizer"].get("step_count")) is not int:
+    count = state["optimizer"].get("step_count")
+    if parts.optimizer is not None and not (type(count) is int and 0 <= count < 2**53):
         raise ConfigError(f"{folder / STATE} has no step count of an optimizer, which this run needs")
     return state
 
@@ -89,9 +90,8 @@ def _check_config(folder: Path, manifest: Manifest, parts: CheckpointParts) -> l
 
 def _read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     state = _read_json(folder, STATE, manifest)
-    if type(state.get("step")) is not int or not all(
-        isinstance(state.get(key), dict) for key in ("optimizer", "training")
-    ):
+    is_state = all(isinstance(state.get(key), dict) for key in ("optimizer", "training"))
+    if not is_state or type(state.get("step")) is not int or state["step"] != manifest.step:
         raise ConfigError(f"{folder / STATE} is not the state of a run")
     return state
 

@@ -75,7 +75,7 @@ class Resume:
 
         Raises ConfigError, the same on all ranks, if going on from there would not continue the run that was saved.
         """
-        newest = find_latest(self.root, mesh, older_than)
+        newest = find_latest(self.root, mesh, older_than, _warn)
         if self.choice == "none":
             if newest is not None:
                 raise ConfigError(
@@ -85,15 +85,15 @@ class Resume:
         start = newest if self.choice == "auto" else Path(self.choice).expanduser()
         if start is None:
             return None
-        if newest is not None and newest.name > start.name:
+        try:
+            step, stored = together(lambda: _read_training(start), mesh, f"reading {start}")
+        except ConfigError as error:
+            return self._older(start, error, mesh)
+        if newest is not None and step_of(newest) > step:
             raise ConfigError(
                 f"--resume {start} would overwrite the newer checkpoints in {self.root}, up to {newest.name}; give another --out"
             )
-        try:
-            stored = together(lambda: read_state(start)["training"], mesh, f"reading {start}")
-        except ConfigError as error:
-            return self._older(start, error, mesh)
-        if not isinstance(stored, dict) or not {"identity", "counters"} <= stored.keys():
+        if not {"identity", "counters"} <= stored.keys():
             raise ConfigError(f"{start} was not saved by pretrain.py; give --resume none or the path of one that was")
         problems = self.compare(stored["identity"], self.identity)
         if problems:
@@ -118,7 +118,7 @@ class Resume:
         if older is None:
             raise error
         if mesh.rank == 0:
-            print(f"parallax: {error}; going on from {older}", file=sys.stderr)
+            _warn(f"{error}; going on from {older}")
         return older
 
 
@@ -126,6 +126,18 @@ def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
     if parts.scales is not None:
         parts.scales.load_dict(training["fp8"])
     return TrainState.from_dict(training["counters"])
+
+
+def _read_training(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return a checkpoint's step, and what the trainer keeps in it."""
+    state = read_state(path)
+    if "counters" in state["training"]:
+        TrainState.from_dict(state["training"]["counters"])
+    return state["step"], state["training"]
+
+
+def _warn(text: str) -> None:
+    print(f"parallax: {text}", file=sys.stderr)
 
 
 @contextmanager
@@ -205,14 +217,16 @@ class Checkpoints:
             for path in replaced_checkpoints(self._root, self._safety.keep, self._safety.keep_every, newest_step):
                 remove_checkpoint(path)
         except OSError as error:
-            print(f"parallax: an old checkpoint stays, since it cannot be removed: {error}", file=sys.stderr)
+            _warn(f"an old checkpoint stays, since it cannot be removed: {error}")
 
     def restore(self) -> tuple[Path, TrainState] | None:
         """Bring back the newest good checkpoint of this run; None if there is none, then nothing is changed."""
-        start = find_latest(self._root, self._mesh)
+        start = find_latest(self._root, self._mesh, notice=_warn)
         while start is not None:
             try:
                 return start, _restored(load(start, self._parts, self._mesh)["training"], self._parts)
-            except ConfigError:
-                start = find_latest(self._root, self._mesh, older_than=step_of(start))
+            except ConfigError as error:
+                if self._mesh.rank == 0:
+                    _warn(f"{error}; it is passed over")
+                start = find_latest(self._root, self._mesh, step_of(start), _warn)
         return None
