@@ -7,7 +7,7 @@ layout. The tied head of a last stage that is not the first is a second copy of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -53,7 +53,7 @@ class PositionEmbedding(nn.Module):
         self.tp = tp if sequence_parallel else None
         self.weight = nn.Parameter(torch.empty(length, hidden_size))
         self.parameter_facts: dict[str, ParameterFacts] = {
-            "weight": replicated((length, hidden_size), tp, partial=sequence_parallel, std=std)
+            "weight": replace(replicated((length, hidden_size), tp, partial=sequence_parallel, std=std), is_table=True)
         }
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,6 +125,8 @@ class DecoderStage(nn.Module):
         if spec.is_last:
             self.model.norm = make_norm(config, tp, self.sequence_parallel)
             self.lm_head = None if tied_head else self._make_head()
+            if self.lm_head is not None:
+                update_facts(self, "lm_head.weight", is_table=True)
 
         self.scopes = self._make_scopes()
 

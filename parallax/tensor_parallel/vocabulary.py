@@ -7,7 +7,7 @@ and the loss never reads a padding column, so that they enter neither softmax no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 from parallax.collectives import all_gather_start, all_reduce_, reduce_from, scatter_sequence
 from parallax.mesh import Group, rank_of, size_of
 from parallax.tensor_parallel.facts import ParameterFacts, sharded
+
+if TYPE_CHECKING:
+    from parallax.tensor_parallel.chunked_logits import ChunkedLogits
 
 IGNORE_INDEX = -100
 ROW_MULTIPLE = 64
@@ -49,7 +52,7 @@ class VocabParallelEmbedding(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.weight = nn.Parameter(torch.empty(padded // size_of(tp), hidden_size))
         self.parameter_facts: dict[str, ParameterFacts] = {
-            "weight": sharded((vocab_size, hidden_size), 0, tp, padded=padded, std=std)
+            "weight": sharded((vocab_size, hidden_size), 0, tp, padded=padded, std=std, is_table=True)
         }
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=std)
@@ -89,56 +92,94 @@ def _whole_log_sum(values: torch.Tensor, target: torch.Tensor, tp: Group | None)
     return (shift + sums.log()).float(), target.float()
 
 
+def log_sum_and_target(
+    logits: torch.Tensor, local: torch.Tensor, columns: int, tp: Group | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-sum-exp of each token's logits `[..., vocab/tp]` and the logit of its target, `[...]` each.
+
+    local: each label counted from this rank's first column; the columns from `columns` on are padding. What is returned of bf16
+    logits on a CPU is already that over all ranks; `over_ranks` makes it of the others.
+    """
+    if _has_kernel(logits):
+        from parallax.kernels.cross_entropy.kernel import cross_entropy_forward
+
+        return cross_entropy_forward(logits.contiguous(), local.contiguous(), columns)
+    values = _wide(logits[..., :columns])
+    here = (local >= 0) & (local < columns)
+    if columns:
+        target = values.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    else:
+        target = values.new_zeros(local.shape)
+    if logits.dtype == torch.bfloat16:
+        return _whole_log_sum(values, target, tp)
+    return torch.logsumexp(values, -1) if columns else values.new_full(local.shape, -torch.inf), target
+
+
+def over_ranks(
+    logits: torch.Tensor, log_sum: torch.Tensor, target: torch.Tensor, tp: Group | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `log_sum_and_target` found of `logits`, over all tp ranks.
+
+    One small AllGather of each rank's log-sum-exp and target logit does the work of three AllReduces.
+    """
+    if tp is None or (logits.dtype == torch.bfloat16 and not _has_kernel(logits)):
+        return log_sum, target
+    gathered, work = all_gather_start(torch.stack([log_sum, target]), tp)
+    work.wait()
+    return torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
+
+
+def logits_gradient(
+    logits: torch.Tensor, log_sum: torch.Tensor, local: torch.Tensor, scale: torch.Tensor, columns: int
+) -> torch.Tensor:
+    """Return (softmax - one-hot of the target) * scale, in the logits' shape and type; 0 in the padding columns.
+
+    log_sum: over all ranks. scale: the gradient of each token's loss.
+    """
+    if _has_kernel(logits):
+        from parallax.kernels.cross_entropy.kernel import cross_entropy_backward
+
+        return cross_entropy_backward(
+            logits.contiguous(), local.contiguous(), log_sum.contiguous(), scale.contiguous(), columns
+        )
+    probabilities = (_wide(logits[..., :columns]) - log_sum.unsqueeze(-1)).exp_()
+    if columns:
+        here = (local >= 0) & (local < columns)
+        index = local.masked_fill(~here, 0).unsqueeze(-1)
+        probabilities.scatter_add_(-1, index, -here.unsqueeze(-1).to(probabilities.dtype))
+    probabilities.mul_(scale.unsqueeze(-1))
+    if columns == logits.shape[-1]:
+        return probabilities.to(logits.dtype)
+    gradient = torch.zeros_like(logits)
+    gradient[..., :columns] = probabilities
+    return gradient
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, tp: Group | None) -> torch.Tensor:
         local = labels - rank_of(tp) * logits.shape[-1]
-        here = (local >= 0) & (local < columns)
-        if _has_kernel(logits):
-            from parallax.kernels.cross_entropy.kernel import cross_entropy_forward
-
-            logits, local = logits.contiguous(), local.contiguous()
-            log_sum, target = cross_entropy_forward(logits, local, columns)
-        else:
-            local = local.masked_fill(~here, 0).unsqueeze(-1)
-            values = _wide(logits[..., :columns])
-            target = values.gather(-1, local).squeeze(-1) if columns else values.new_zeros(labels.shape)
-            target = target.masked_fill(~here, 0.0)
-            if logits.dtype == torch.bfloat16:
-                log_sum, target = _whole_log_sum(values, target, tp)
-            else:
-                log_sum = torch.logsumexp(values, -1) if columns else values.new_full(labels.shape, -torch.inf)
-        if tp is not None and (_has_kernel(logits) or logits.dtype != torch.bfloat16):
-            # One small AllGather of each rank's log-sum-exp and target logit does the work of three AllReduces.
-            gathered, work = all_gather_start(torch.stack([log_sum, target]), tp)
-            work.wait()
-            log_sum, target = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
-        ctx.save_for_backward(logits, log_sum, local, here)
+        log_sum, target = over_ranks(logits, *log_sum_and_target(logits, local, columns, tp), tp)
+        ctx.save_for_backward(logits, log_sum, local)
         ctx.columns, ctx.ignored = columns, labels == IGNORE_INDEX
         return (log_sum - target).masked_fill(ctx.ignored, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, log_sum, local, here = ctx.saved_tensors
+        logits, log_sum, local = ctx.saved_tensors
         scale = grad_loss.masked_fill(ctx.ignored, 0.0)
-        if _has_kernel(logits):
-            from parallax.kernels.cross_entropy.kernel import cross_entropy_backward
+        return logits_gradient(logits, log_sum, local, scale, ctx.columns), None, None, None
 
-            return cross_entropy_backward(logits, local, log_sum, scale.contiguous(), ctx.columns), None, None, None
-        probabilities = (_wide(logits[..., : ctx.columns]) - log_sum.unsqueeze(-1)).exp_()
-        if ctx.columns:
-            probabilities.scatter_add_(-1, local, -here.unsqueeze(-1).to(probabilities.dtype))
-        probabilities.mul_(scale.unsqueeze(-1))
-        if ctx.columns == logits.shape[-1]:
-            return probabilities.to(logits.dtype), None, None, None
-        gradient = torch.zeros_like(logits)
-        gradient[..., : ctx.columns] = probabilities
-        return gradient, None, None, None
+
+def columns_of(vocab_size: int, tp: Group | None) -> tuple[int, int]:
+    """Return how many columns of the logits each rank holds, and how many of this rank's are no padding."""
+    share = padded_vocab_size(vocab_size, size_of(tp)) // size_of(tp)
+    return share, max(0, min(share, vocab_size - rank_of(tp) * share))
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Group | None = None
+    logits: torch.Tensor | ChunkedLogits, labels: torch.Tensor, *, vocab_size: int, tp: Group | None = None
 ) -> torch.Tensor:
     """Return the loss of every token, fp32 (fp64 of an fp64 model) `[batch, seq]`; 0 where the label is -100.
 
@@ -148,11 +189,12 @@ def vocab_parallel_cross_entropy(
 
     Raises ValueError when the width is not this rank's share of the padded vocabulary.
     """
-    share = padded_vocab_size(vocab_size, size_of(tp)) // size_of(tp)
+    share, columns = columns_of(vocab_size, tp)
     if logits.shape[-1] != share:
         raise ValueError(
             f"logits have {logits.shape[-1]} columns, but each of the {size_of(tp)} tp ranks holds {share} "
             f"of a vocabulary of {vocab_size}; pass this rank's slice, not gathered logits"
         )
-    columns = max(0, min(share, vocab_size - rank_of(tp) * share))
-    return _CrossEntropy.apply(logits, labels, columns, tp)
+    if isinstance(logits, torch.Tensor):
+        return _CrossEntropy.apply(logits, labels, columns, tp)
+    return logits.cross_entropy(labels, columns, tp)

@@ -44,7 +44,8 @@ class Memory:
 class Shapes:
     """What the formulas need to know of a rank: its micro-batch, its slice of each matrix, and the kind of run.
 
-    micro_batch, seq_len: of the tokens. tp: its size. sp: sequence parallelism. precision, recompute: as the options say.
+    micro_batch, seq_len: of the tokens. tp: its size. sp: sequence parallelism. precision, recompute, loss_chunk: as the options
+    say.
     """
 
     config: DecoderConfig
@@ -54,6 +55,7 @@ class Shapes:
     sp: bool = False
     precision: str = "fp32"
     recompute: str = "none"
+    loss_chunk: int = 0
 
     @property
     def element(self) -> int:
@@ -67,6 +69,11 @@ class Shapes:
     def residual_tokens(self) -> int:
         """Tokens per rank between the blocks."""
         return self.num_tokens // self.tp if self.sp else self.num_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits are there at once."""
+        return min(self.loss_chunk, self.num_tokens) or self.num_tokens
 
     @property
     def hidden_bytes(self) -> int:
@@ -110,16 +117,26 @@ def _norm_statistics(shapes: Shapes) -> int:
 
 
 def logits_bytes(shapes: Shapes, padded_vocab_size: int) -> int:
-    """Return what the loss keeps of one micro-batch: the final norm's input and output, and this rank's logits."""
-    logits = shapes.num_tokens * padded_vocab_size // shapes.tp * shapes.element
-    return 2 * shapes.hidden_bytes + _norm_statistics(shapes) + logits
+    """Return what the loss keeps of one micro-batch: the final norm's input and output, and this rank's logits.
+
+    Of chunks it keeps the head's whole input in place of the logits: with sequence parallelism a gathered one.
+    """
+    normed = 2 * shapes.hidden_bytes + _norm_statistics(shapes)
+    if shapes.chunk_tokens < shapes.num_tokens:
+        gathered = shapes.num_tokens * shapes.config.hidden_size * shapes.element
+        return normed + (gathered if shapes.sp and shapes.tp > 1 else 0)
+    return normed + shapes.num_tokens * padded_vocab_size // shapes.tp * shapes.element
 
 
 def loss_working_bytes(shapes: Shapes, padded_vocab_size: int) -> int:
-    """Return what the loss's backward makes besides: the probabilities in fp32 and, in another type, the gradient."""
-    logits = shapes.num_tokens * padded_vocab_size // shapes.tp
+    """Return what the loss's backward makes besides: the probabilities in fp32 and, in another type, the gradient.
+
+    Of chunks it makes the logits again.
+    """
+    logits = shapes.chunk_tokens * padded_vocab_size // shapes.tp
     separate = shapes.precision != "fp32" or padded_vocab_size != shapes.config.vocab_size
-    return logits * (FP32_BYTES + (shapes.element if separate else 0))
+    again = shapes.element if shapes.chunk_tokens < shapes.num_tokens else 0
+    return logits * (FP32_BYTES + again + (shapes.element if separate else 0))
 
 
 def layer_working_bytes(shapes: Shapes) -> int:

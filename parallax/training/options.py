@@ -143,6 +143,10 @@ class TrainingOptions:
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: the core of attention (selective) or whole layers (full)."""
 
+    loss_chunk: Annotated[int, named("loss-chunk", metavar="TOKENS")] = 1024
+    """Tokens whose logits are there at once; those of a longer micro-batch are computed in parts, and again in backward.
+    0: all of them."""
+
     seed: int = 0
     """Of the initial weights and the data order."""
 
@@ -175,6 +179,8 @@ class TrainingOptions:
             problems.append(
                 f"--steps {self.steps} and --tokens {self.tokens} both say how long to train; give one of them"
             )
+        if self.loss_chunk < 0:
+            problems.append(f"--loss-chunk {self.loss_chunk} must be 0, for all tokens at once, or more")
         if not 0 <= self.seed < 2**63:
             problems.append(f"--seed {self.seed} must be between 0 and 2^63 - 1")
         unit = self.micro_batch * dp
