@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-OPERATORS = ["rms_norm", "swiglu", "cross_entropy"]
+OPERATORS = ["rms_norm", "swiglu", "cross_entropy", "fp8_quantize", "fp8_gemm", "adamw"]
 
 
 def test_without_triton_a_kernel_names_the_extra_to_install_and_the_rest_imports() -> None:

@@ -1,0 +1,32 @@
+"""AdamW on a flat buffer in plain PyTorch (Loshchilov and Hutter 2019, arXiv:1711.05101): what the kernel beside it computes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def adamw_(
+    main_param: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    parameter: torch.Tensor | None,
+    clip: torch.Tensor,
+    *,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """Update in place: the fp32 main parameter, its moments (fp32 or bf16), and the model's parameter, a rounded copy."""
+    scaled = gradient.float() * clip
+    first = exp_avg.float().lerp(scaled, 1 - beta1)
+    second = exp_avg_sq.float() * beta2 + (1 - beta2) * scaled * scaled
+    root = (second / (1 - beta2**step)).sqrt() + eps
+    main_param.mul_(1 - learning_rate * weight_decay).sub_(learning_rate * (first / (1 - beta1**step)) / root)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    if parameter is not None:
+        parameter.copy_(main_param)
