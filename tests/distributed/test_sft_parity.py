@@ -1,6 +1,6 @@
 """What is learned from chats does not depend on how they are laid out: in rows, in micro-batches, on ranks, in stages.
 
-A step of each run is all 24 chats, so that packed and unpacked runs learn from the same ones. The reference is one process that pads
+A step of each run is all 24 chats, so that packed and unpacked runs learn from the same ones. The reference: one process, which pads
 each chat to a row of its own.
 """
 

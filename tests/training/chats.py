@@ -41,7 +41,10 @@ def write_chats(path: Path, count: int = NUM_CHATS) -> None:
 
 
 def save_model(folder: Path, sizes: dict[str, Any], **more: Any) -> None:
-    """Save a small random Llama of these sizes, with a tokenizer and a chat template."""
+    """Save a small random Llama of these sizes, with a tokenizer and a chat template.
+
+    Its configuration names no token for padding: transformers gives the looked-up row of one no gradient, and here it ends a turn.
+    """
     import torch
     import transformers
 
@@ -55,7 +58,6 @@ def save_model(folder: Path, sizes: dict[str, Any], **more: Any) -> None:
         initializer_range=0.1,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         **sizes,
         **more,
     )
