@@ -61,6 +61,7 @@ class GradientBuckets:
     stages: where this rank has several pipeline stages, the parameters that each of them uses.
     scopes: with ZeRO 3, the parts of each stage whose parameters are gathered together, in the order of forward. Parameters
         that are in none stay whole.
+    apart: names of parameters that other holders use in other stages: under ZeRO 2 and 3 each has buckets of its own.
     rule: what updates a parameter, by its facts; parameters of different rules do not share buckets.
 
     Made by every rank of the mesh at the same time, since the groups of holders are created here.
@@ -76,6 +77,7 @@ class GradientBuckets:
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         stages: Mapping[int, Iterable[nn.Parameter]] | None = None,
         scopes: Iterable[Sequence[ParameterScope]] = (),
+        apart: Iterable[str] = (),
         types: GradientTypes | None = None,
         rule: Callable[[ParameterFacts], str] = lambda facts: "adamw",
     ) -> None:
@@ -85,7 +87,8 @@ class GradientBuckets:
         self._stages = {stage: list(used) for stage, used in (stages or {}).items()}
         self._uses = Counter(parameter for used in self._stages.values() for parameter in used)
         chains = list(scopes)
-        units = units_of(zero, self._stages, {scope.name: scope.parameters() for chain in chains for scope in chain})
+        parts = {scope.name: scope.parameters() for chain in chains for scope in chain}
+        units = units_of(zero, self._stages, parts, [self.trained[name][0] for name in apart if name in self.trained])
         sizes = []
         for name, (parameter, facts) in self.trained.items():
             key = bucket_key(facts, mesh.layout, mesh.rank, str(parameter.dtype), units.get(parameter, ()), rule(facts))

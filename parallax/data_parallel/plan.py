@@ -153,11 +153,15 @@ def split_holders(
 
 
 def units_of(
-    zero: int, stages: Mapping[int, Iterable[Parameter]], scopes: Mapping[str, Iterable[Parameter]]
+    zero: int,
+    stages: Mapping[int, Iterable[Parameter]],
+    scopes: Mapping[str, Iterable[Parameter]],
+    apart: Iterable[Parameter] = (),
 ) -> dict[Parameter, tuple[str, ...]]:
     """Return what parameters may share a bucket by, beside what they have in common: who uses them (see `BucketKey`).
 
-    stages: the parameters that each stage of the rank uses. scopes: those that are gathered together, by name.
+    stages: the parameters that each stage of the rank uses. scopes: those that are gathered together, by name. apart: those that
+        share with no other, because not all holders use them in the same stages and scopes.
     """
     users: dict[Parameter, tuple[str, ...]] = {}
     if zero == 2:
@@ -168,6 +172,9 @@ def units_of(
         for name, used in scopes.items():
             for parameter in dict.fromkeys(used):
                 users[parameter] = (*users.get(parameter, ()), name)
+    if zero >= 2:
+        for parameter in apart:
+            users[parameter] = (*users.get(parameter, ()), "apart")
     return users
 
 

@@ -17,6 +17,7 @@ from parallax.pipeline.transport import ActivationSpec
 from parallax.precision.backends.choose import choose_backend
 from parallax.precision.options import Fp8Options
 from parallax.precision.recipe import Table, in_words
+from parallax.precision.tiles import TILE_SIZE
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 from parallax.tensor_parallel.precision import Fp8State, apply_recipe
 from parallax.training.faults import Judge
@@ -46,7 +47,9 @@ def build_train_step(
     fp8: with --precision fp8; raises ConfigError when its backend cannot run here.
     """
     fp8 = fp8 or Fp8Options()
-    choice = None if training.precision != "fp8" else choose_backend(fp8, mesh.device)
+    choice = (
+        None if training.precision != "fp8" else choose_backend(fp8, mesh.device, _whole_tiles(model, mesh.layout.tp))
+    )
     sequence_parallel = sequence_parallel and mesh.tp is not None
     stages = build_stages(
         model,
@@ -78,6 +81,7 @@ def build_train_step(
         zero_group=optimizer.zero_group,
         stages=used,
         scopes=[stage.scopes for stage in stages.values()],
+        apart=[EMBEDDING] if model.tie_word_embeddings and schedule.num_stages > 1 else [],
         types=gradient_types(optimizer),
         rule=rule_of(optimizer),
     )
@@ -93,6 +97,12 @@ def build_train_step(
         Judge(mesh.device, spike_factor),
         fp8_state,
     )
+
+
+def _whole_tiles(model: DecoderConfig, tp: int) -> bool:
+    """Whether the parts of all matrices, divided over tp ranks, are of whole tiles."""
+    sizes = (model.query_size, model.key_value_size, model.intermediate_size)
+    return tp == 1 or all(size % (tp * TILE_SIZE) == 0 for size in sizes)
 
 
 def describe_fp8(state: Fp8State | None, layers: Table | None) -> list[str]:

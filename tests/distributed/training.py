@@ -12,6 +12,7 @@ from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
 from parallax.objectives.next_token import NextToken
 from parallax.pipeline.schedules import make_schedule
+from parallax.pipeline.tables import parse_csv
 from parallax.precision.options import Fp8Options
 from parallax.training.build import build_train_step
 from parallax.training.lr import LearningRateOptions, learning_rate
@@ -53,7 +54,7 @@ class Case:
     model: DecoderConfig = SMALL
     zero: int = 1
     sp: bool = False
-    schedule: str = "1f1b"
+    schedule: str = "1f1b"  # or a table, as CSV
     chunks: int | None = None
     micro_batch: int = 2
     global_batch: int = 8
@@ -103,7 +104,10 @@ def build(mesh: Mesh, case: Case) -> TrainStep:
         seed=5,
     )
     micro_batches = case.global_batch // (case.micro_batch * mesh.layout.dp)
-    schedule = make_schedule(case.schedule, mesh.layout.pp, micro_batches, case.chunks)
+    if "," in case.schedule:
+        schedule = parse_csv(case.schedule, "own")
+    else:
+        schedule = make_schedule(case.schedule, mesh.layout.pp, micro_batches, case.chunks)
     layers = stage_ranges(case.model, schedule.num_stages, case.pipeline_layout, case.seq_len)
     objective = NextToken(case.model.vocab_size, mesh.tp)
     options = case.optimizer_options
