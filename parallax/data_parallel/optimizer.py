@@ -14,6 +14,7 @@ import torch
 
 from parallax.data_parallel.bucket import GradientBuckets
 from parallax.data_parallel.flat import GradientTypes
+from parallax.data_parallel.muon import Muon, is_for_muon
 from parallax.data_parallel.options import OptimizerOptions, used_momentum
 from parallax.data_parallel.rules import SGD, AdamW, Region, Rule, Update, make_regions
 from parallax.tensor_parallel.facts import ParameterFacts
@@ -132,15 +133,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def rule_of(options: OptimizerOptions) -> Callable[[ParameterFacts], str]:
     """Return what names the rule that updates a parameter, given its facts."""
+    if options.optimizer == "muon":
+        return lambda facts: "muon" if is_for_muon(facts) else "adamw"
     return lambda facts: options.optimizer
 
 
 def make_optimizer(buckets: GradientBuckets, options: OptimizerOptions) -> ShardedOptimizer:
-    """Return the optimizer that the options ask for; its buckets were made with their `rule_of`."""
+    """Return the optimizer that the options ask for; its buckets were made with their `rule_of`. Called by all ranks."""
     adamw = AdamW((options.beta1, options.beta2), options.eps, options.weight_decay)
     rules: dict[str, Rule] = {"adamw": adamw}
     if options.optimizer == "sgd":
         rules = {"sgd": SGD(used_momentum(options), options.weight_decay)}
+    if options.optimizer == "muon":
+        rules["muon"] = Muon(buckets, used_momentum(options), options.weight_decay)
     narrow = options.moment_dtype != "fp32"
     return ShardedOptimizer(buckets, rules, _DTYPES[options.moment_dtype] if narrow else None)
 

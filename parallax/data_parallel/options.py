@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from parallax.flags import named
 
 ZERO_STAGES = (0, 1, 2, 3)
-_MOMENTUM = {"sgd": 0.9}
+_MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 
 # In bf16 a change of less than 1/512 is rounded away. A second moment v falls by (1 - beta2) v at most, so at 0.999 it never
 # falls, and every spike of a gradient stays in it; at 0.99 it follows.
@@ -21,8 +21,8 @@ _LARGEST_BF16_BETA2 = 0.99
 class OptimizerOptions:
     """The optimizer, the types of its states, and how they are shared among the processes."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """What updates the weights."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """What updates the weights; muon the matrices between hidden states, and adamw what it leaves."""
 
     zero: Annotated[int, named("zero", "use-distributed-optimizer", metavar="|".join(map(str, ZERO_STAGES)))] = 1
     """ZeRO stage: 0 keeps everything on every process that holds a copy; 1 shards the optimizer states over these, 2 the
@@ -55,8 +55,10 @@ class OptimizerOptions:
     eps: Annotated[float, named("eps", "adam-eps")] = 1e-8
     """Added to the root of that mean, against division by zero."""
 
-    momentum: Annotated[float | None, named("momentum", "sgd-momentum", metavar="FLOAT", default="sgd 0.9")] = None
-    """Share of the last update's direction that goes into the next; of sgd."""
+    momentum: Annotated[
+        float | None, named("momentum", "sgd-momentum", metavar="FLOAT", default="sgd 0.9, muon 0.95")
+    ] = None
+    """Share of the last update's direction that goes into the next; of sgd and muon."""
 
     def check(self, dp: int) -> list[str]:
         """Return what is wrong with these options, a sentence each. dp: size of data parallelism."""
@@ -102,7 +104,7 @@ def used_momentum(options: OptimizerOptions) -> float:
 
 def num_moments(options: OptimizerOptions) -> dict[str, int]:
     """Return how many states each rule keeps of an element, beside its main parameter."""
-    return {"adamw": 2, "sgd": 1 if used_momentum(options) else 0}
+    return {"adamw": 2, "sgd": 1 if used_momentum(options) else 0, "muon": 1}
 
 
 def _alternatives(values: Sequence[int]) -> str:

@@ -34,6 +34,8 @@ class ParameterFacts:
     partial: whether a holder's gradient is a part, and the true one the sum over the holders along tp (norm weights
         under sequence parallelism, shared KV heads); if not, every holder along tp computes the whole gradient.
     decays: whether weight decay applies (matrices, not norms and biases).
+    is_table: whether it has a row for each token or position (an embedding, the head) and is no map between hidden states; Muon
+        leaves tables to AdamW.
     std: standard deviation of the normal initial values, or None for a constant.
     constant: initial value when std is None.
     """
@@ -45,6 +47,7 @@ class ParameterFacts:
     replicas: Replicas = Replicas()
     partial: bool = False
     decays: bool = True
+    is_table: bool = False
     std: float | None = None
     constant: float = 0.0
 
@@ -84,6 +87,7 @@ def sharded(
     padded: int | None = None,
     std: float | None = None,
     decays: bool = True,
+    is_table: bool = False,
 ) -> ParameterFacts:
     """Facts of a parameter split along `dim` over tp.
 
@@ -102,6 +106,7 @@ def sharded(
         replicas=Replicas(tp=shared),
         partial=shared > 1,
         decays=decays,
+        is_table=is_table,
         std=std,
     )
 

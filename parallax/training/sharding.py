@@ -29,7 +29,7 @@ from parallax.models.decoder import DecoderStage
 from parallax.models.stages import shape_stages
 from parallax.pipeline.actions import Schedule
 from parallax.tensor_parallel.facts import named_parameters_with_facts
-from parallax.training.memory import ELEMENT_BYTES, StateTypes, model_state_bytes
+from parallax.training.memory import ELEMENT_BYTES, FP32_BYTES, StateTypes, model_state_bytes
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class PlannedBucket:
     """A bucket of the first rank at a position in the pipeline; those of its others have the same sizes.
 
     reductions: of its gradient over the inner level in a step. gathers: of its parameters over it, for uses.
+    cell: number of ranks that between them keep its matrices whole, where Muon updates them; else 1.
     """
 
     plan: BucketPlan
     levels: Levels
     reductions: int
     gathers: int
+    cell: int
 
     @property
     def inner(self) -> int:
@@ -109,13 +111,18 @@ class RankSharding:
         return gradients + gathered * ELEMENT_BYTES[self.precision]
 
     def bytes_sent(self) -> int:
-        """Return what the rank sends in a step for gradients, and for parameters: once updated, or for each use."""
+        """Return what the rank sends in a step for gradients, and for parameters: once updated, or for each use.
+
+        Exact but for Muon, whose matrices go to their owners and back: that is the mean over the ranks, if each owns its share.
+        """
         total = 0
         for bucket in self.buckets:
             gradients = bucket.reductions * bucket.inner + bucket.across + bucket.copies
             parameters = bucket.gathers * bucket.inner + bucket.across
             total += gradients * ELEMENT_BYTES[self.optimizer.grad_reduce_dtype]
             total += parameters * ELEMENT_BYTES[self.precision]
+            kept = bucket.plan.size // bucket.levels.num_shards
+            total += 2 * kept * (bucket.cell - 1) // bucket.cell * FP32_BYTES
         return total
 
 
@@ -151,11 +158,27 @@ def rank_sharding(
     }
     uses = _Uses.of(stages, schedule, pp_rank, optimizer.zero)
     buckets = [
-        PlannedBucket(plan, levels[plan.key.holders], uses.reductions(plan.key.unit), uses.gathers(plan.key.unit))
+        PlannedBucket(
+            plan,
+            levels[plan.key.holders],
+            uses.reductions(plan.key.unit),
+            uses.gathers(plan.key.unit),
+            _cell_size(plan.key, layout, optimizer),
+        )
         for plan in plan_buckets(list(sizes.values()))
     ]
     chains = [[scope.name for scope in stage.scopes] for stage in stages.values()]
     return RankSharding(buckets, chains, optimizer, precision)
+
+
+def _cell_size(key: BucketKey, layout: Layout, optimizer: OptimizerOptions) -> int:
+    """See `PlannedBucket.cell`; the ranks are those of `parallax.data_parallel.muon.cell_ranks`."""
+    if key.rule != "muon":
+        return 1
+    if optimizer.zero == 0:
+        return layout.tp
+    stages = {layout.coordinates(rank)["pp"] for rank in key.holders}
+    return layout.tp * (optimizer.zero_group or layout.dp) * len(stages)
 
 
 @dataclass(frozen=True)

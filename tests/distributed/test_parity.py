@@ -151,6 +151,21 @@ SHARDED = {
 }
 
 
+# Muon needs whole matrices: cut by tp, shared KV heads, held by two pipeline ranks, kept in pieces.
+WITH_MUON = {
+    "dp2": [Case(optimizer="muon", zero=zero, model=TIED) for zero in (1, 3)],
+    "tp2": [Case(optimizer="muon", zero=0, sp=True, model=QWEN3), Case(optimizer="muon", zero=2, model=GPT)],
+    "pp2": [_scheduled("dualpipe", optimizer="muon"), _scheduled("zb-v", optimizer="muon", zero=0)],
+    "tp2 dp4": [Case(optimizer="muon", zero=2, zero_group=2, micro_batch=1, model=QWEN3)],
+    "tp2 pp2 dp2": [_scheduled("dualpipe", optimizer="muon", zero=3, sp=True, model=TIED)],
+}
+
+
+@pytest.mark.parametrize("layout", WITH_MUON)
+def test_muon_updates_whole_matrices_in_every_layout(layout: str) -> None:
+    _check(LAYOUTS.get(layout) or MORE_LAYOUTS[layout], WITH_MUON[layout])
+
+
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded_gradients_and_parameters_change_no_loss(layout: str) -> None:
     _check(LAYOUTS.get(layout) or MORE_LAYOUTS[layout], SHARDED[layout])
