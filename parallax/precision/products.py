@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from parallax.precision.operands import BLOCK, COLUMN, ROW, Cut, Operand, check_pair, quantize_shard
 from parallax.precision.recipe import Recipe
 from parallax.precision.scales import Slots
-from parallax.precision.tiles import TILE_SIZE, Tile, cast_to_fp8
+from parallax.precision.tiles import TILE_SIZE, Tile
 
 
 class Backend(Protocol):
@@ -42,6 +42,9 @@ class Backend(Protocol):
 
     def quantize_both(self, x: torch.Tensor, fp8_format: str, power_of_two: bool) -> tuple[Operand, Operand]:
         """Return `[rows, columns]` with 1x128 and with 128x1 tiles, from one read where that is faster."""
+
+    def cast(self, x: torch.Tensor, scale: torch.Tensor, fp8_format: str) -> Operand:
+        """Return `[rows, columns]` in FP8 with one scale, an fp32 scalar."""
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
         """Return a @ b^T of `[m, k]` and `[n, k]`, summed in fp32 or better, as `[m, n]` in `dtype`."""
@@ -151,5 +154,4 @@ class Products:
         if not self.slots.known:
             return Operand(x)
         fp8_format = self.recipe.gradient_format if which == "gradient" else "e4m3"
-        scale = self.slots.scale(which)
-        return Operand(cast_to_fp8(x.float() * scale, fp8_format), scale.reciprocal())
+        return self.backend.cast(x, self.slots.scale(which), fp8_format)

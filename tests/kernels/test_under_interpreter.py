@@ -20,7 +20,9 @@ pytest.importorskip("triton", reason="needs triton: pip install 'parallax-lm[gpu
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("operator", ["rms_norm", "swiglu", "cross_entropy", "fp8_quantize", "fp8_gemm", "adamw"])
+@pytest.mark.parametrize(
+    "operator", ["rms_norm", "swiglu", "cross_entropy", "fp8_quantize", "fp8_gemm", "fp8_backend", "adamw"]
+)
 def test_the_kernel_equals_its_reference(operator: str) -> None:
     checks = ROOT / "tests" / "kernels" / "interpreted" / f"check_{operator}.py"
     run = subprocess.run(

@@ -1,4 +1,8 @@
-"""Which backend computes: the one that was asked for, or the best that this machine can run."""
+"""Which backend computes: the one that was asked for, or the best that this machine can run.
+
+The order of preference is that of the makers' own products before ours, and a GPU before the plain reference; none has been
+measured by us on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from parallax.errors import ConfigError
+from parallax.precision.backends import te, torch_scaled, triton
 from parallax.precision.backends.reference import ReferenceBackend
 from parallax.precision.options import Fp8Options
 from parallax.precision.products import Backend
@@ -25,7 +30,12 @@ class Candidate:
 
 def candidates() -> list[Candidate]:
     """Return all backends, the best first."""
-    return [Candidate("reference", lambda recipe, device: None, ReferenceBackend)]
+    return [
+        Candidate("te", te.why_not, te.TransformerEngineBackend),
+        Candidate("torch", torch_scaled.why_not, torch_scaled.TorchBackend),
+        Candidate("triton", triton.why_not, triton.TritonBackend),
+        Candidate("reference", lambda recipe, device: None, ReferenceBackend),
+    ]
 
 
 @dataclass(frozen=True)
@@ -36,16 +46,23 @@ class Choice:
     reason: str
 
 
-def choose_backend(options: Fp8Options, device: torch.device) -> Choice:
-    """Return what computes in FP8 on `device`; raises ConfigError when the one that was asked for cannot run here."""
+def choose_backend(options: Fp8Options, device: torch.device, whole_tiles: bool = True) -> Choice:
+    """Return what computes in FP8 on `device`; raises ConfigError when the one that was asked for cannot run here.
+
+    whole_tiles: whether every tensor-parallel share of a layer is one of whole tiles.
+    """
     asked = options.fp8_backend
     reasons: list[str] = []
     for candidate in candidates():
         if asked not in ("auto", candidate.name):
             continue
         why_not = candidate.why_not(options.recipe, device)
+        if why_not is None and candidate.name == "te" and options.recipe.scaling == "tile" and not whole_tiles:
+            why_not = (
+                "needs tensor-parallel shares of whole tiles of 128; use another --tp, or sizes that divide by 128 tp"
+            )
         if why_not is None:
-            asked_for = "it was asked for" if asked != "auto" else "; ".join(reasons) or "it is the best there is"
-            return Choice(candidate.make(), asked_for)
+            chosen = "it was asked for" if asked != "auto" else "; ".join(reasons) or "it is the best there is"
+            return Choice(candidate.make(), chosen)
         reasons.append(f"{candidate.name}: {why_not}")
     raise ConfigError(f"--fp8-backend {reasons[0]}; use --fp8-backend auto, which takes the best that runs here")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from parallax.precision.operands import COLUMN, ROW, Operand
-from parallax.precision.tiles import Tile, quantize_tiles
+from parallax.precision.tiles import Tile, cast_to_fp8, quantize_tiles
 
 
 class ReferenceBackend:
@@ -26,6 +26,9 @@ class ReferenceBackend:
     def quantize_both(self, x: torch.Tensor, fp8_format: str, power_of_two: bool) -> tuple[Operand, Operand]:
         along_columns, along_rows = (self.quantize(x, tile, fp8_format, power_of_two) for tile in (ROW, COLUMN))
         return along_columns, along_rows
+
+    def cast(self, x: torch.Tensor, scale: torch.Tensor, fp8_format: str) -> Operand:
+        return Operand(cast_to_fp8(x.float() * scale, fp8_format), scale.reciprocal())
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
         return (_values(a) @ _values(b).t()).to(dtype)
