@@ -71,6 +71,10 @@ class _Waiting:
     def __init__(self, work: Any, call: _Call) -> None:
         self.work, self.call = work, call
 
+    def is_completed(self) -> bool:
+        """Whether it is over, as far as the backend has noticed."""
+        return self.work.is_completed()
+
     def wait(self) -> None:
         try:
             self.work.wait()
