@@ -20,6 +20,7 @@ torch is imported only when a mesh is made, so that option parsing stays fast.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from parallax.errors import LostRank, exit_for_lost_rank
 from parallax.journal import Journal
-from parallax.roll_call import code_version, compare
 
 if TYPE_CHECKING:
     import torch
@@ -205,12 +205,18 @@ class Mesh:
         return Group(name, self.world.ranks, self.rank, process_group)
 
     def make_store(self) -> Any:
-        """Return a connection of its own to the store that all ranks share, for a thread; None if there is no other rank."""
+        """Return a connection of its own to the store that all ranks share, for a thread; None if there is no other rank.
+
+        Called by all ranks. Keys are those of this call: a launcher may keep one store for all starts of its processes.
+        """
         if self.world is None or not self.connected:
             return None
         import torch.distributed as dist
 
-        return dist.PrefixStore("parallax", dist.distributed_c10d._get_default_store().clone())
+        from parallax.collectives import gather_json
+
+        token = gather_json(secrets.token_hex(8), self.world, self.device)[0]
+        return dist.PrefixStore(f"parallax/{token}", dist.distributed_c10d._get_default_store().clone())
 
     def _communicating_world(self) -> Group | None:
         return self.world if self.connected else None
@@ -300,9 +306,11 @@ def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bo
     except dist.DistError:
         exit_for_lost_rank(f"not all {world_size} ranks came to the start within {timeout_seconds:g} s")
     try:
-        store = dist.PrefixStore("parallax", dist.distributed_c10d._get_default_store())
+        from parallax.roll_call import code_version, compare
+
+        world = Group("world", tuple(range(world_size)), rank, dist.group.WORLD)
         asked = {f"--{axis}": getattr(layout, axis) for axis in ("tp", "pp", "dp")} | {"--timeout": timeout_seconds}
-        compare(store, rank, world_size, asked | code_version(), timeout_seconds)
+        compare(asked | code_version(), world, device)
         yield Mesh(layout, rank, device, connected=True, timeout_seconds=timeout_seconds, shared_memory=shared_memory)
     except LostRank as error:
         exit_for_lost_rank(str(error))  # at once: leaving the groups in order would wait for that rank

@@ -1,6 +1,6 @@
-"""Before any group is made: all ranks compare what they were asked for and with what code they came.
+"""Before any other group is made than that of all ranks: they compare what they were asked for and with what code they came.
 
-A rank with another layout would make other groups, and all would wait for each other; so this uses the launcher's store alone.
+A rank with another layout would make other groups, and all would wait for each other.
 """
 
 from __future__ import annotations
@@ -9,46 +9,37 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from parallax.errors import ConfigError, LostRank
+import torch
+
+from parallax.collectives import gather_json
+from parallax.errors import ConfigError
+from parallax.mesh import Group
 
 
 def code_version() -> dict[str, str]:
     """Return what a rank's code is told by: a checksum of this package's source, and the versions it runs on."""
-    import torch
-
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root).as_posix()}\\0".encode() + path.read_bytes() + b"\\0")
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return {"parallax": digest.hexdigest()[:16], "torch": torch.__version__, "Python": platform.python_version()}
 
 
-def compare(store: Any, rank: int, world_size: int, values: Mapping[str, Any], timeout_seconds: float) -> None:
-    """Return if all ranks have the same `values`; called by all. store: torch's, which all ranks share.
+def compare(values: Mapping[str, Any], world: Group, device: torch.device) -> None:
+    """Return if all ranks have the same `values`, as JSON can carry them; called by all.
 
-    Raises ConfigError, on all ranks, naming the rank and what differs; LostRank if a rank does not come in time.
+    Raises ConfigError, on all ranks, naming the rank and what differs.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        if rank == 0:
-            store.set("roll_call/first", json.dumps(dict(values)))
-        store.wait(["roll_call/first"], timeout)
-        first = json.loads(store.get("roll_call/first"))
-        for name, value in values.items():
-            if value != first[name]:
-                store.set(
-                    "roll_call/problem",
-                    f"rank {rank} has {name} {value}, rank 0 has {first[name]}; give all ranks the same command and code",
+    digest = hashlib.sha256(json.dumps(dict(values)).encode()).hexdigest()
+    if len(set(gather_json(digest, world, device))) == 1:
+        return
+    rows = gather_json(dict(values), world, device)
+    for rank, row in enumerate(rows):
+        for name, value in row.items():
+            if value != rows[0][name]:
+                raise ConfigError(
+                    f"rank {rank} has {name} {value}, rank 0 has {rows[0][name]}; give all ranks the same command and code"
                 )
-                break
-        if store.add("roll_call/came", 1) == world_size:
-            store.set("roll_call/all", "came")
-        store.wait(["roll_call/all"], timeout)
-    except RuntimeError as error:
-        raise LostRank(f"not all {world_size} ranks came to the start within {timeout_seconds:g} s") from error
-    if store.check(["roll_call/problem"]):
-        raise ConfigError(store.get("roll_call/problem").decode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from parallax.checkpoint.manifest import FileRecord
@@ -14,16 +15,31 @@ READ_BYTES = 4 << 20
 
 
 class HashingFile:
-    """A new file, written from front to back, hashed on the way and synced at its end."""
+    """A new file, written from front to back, hashed on the way and synced at its end.
+
+    Large parts are hashed by a thread while they are written, since a disk may be as fast as SHA-256 is.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
+        self._hasher: ThreadPoolExecutor | None = None
         self._hash = hashlib.sha256()
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`; raise OSError when the disk does not take all of it."""
-        self._hash.update(data)
+        if len(data) < READ_BYTES:
+            self._hash.update(data)
+            self._write(data)
+            return
+        self._hasher = self._hasher or ThreadPoolExecutor(1, "hash")
+        hashing = self._hasher.submit(self._hash.update, data)
+        try:
+            self._write(data)
+        finally:
+            hashing.result()  # its caller may reuse the memory
+
+    def _write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while len(rest):
             rest = rest[self._file.write(rest) :]
@@ -32,12 +48,15 @@ class HashingFile:
     def finish(self) -> FileRecord:
         """Wait until the disk holds the file; return what the manifest says of it."""
         os.fsync(self._file.fileno())
-        self._file.close()
+        self.abandon()
         return FileRecord(self._size, self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Close the file as it is."""
         self._file.close()
+        if self._hasher is not None:
+            self._hasher.shutdown()
+            self._hasher = None
 
 
 def write_file(path: Path, content: bytes) -> FileRecord:

@@ -49,7 +49,8 @@ def agree(identity: Identity, mesh: Mesh) -> None:
 
 def _differences(row: Identity, first: Identity) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value, value of the first) of what differs in two identities."""
-    for part in row.keys() | first.keys():
+    # What the options came to says more than what was asked for, where one of two was left to its default.
+    for part in sorted(row.keys() | first.keys(), key=lambda part: (part != "resolved", part)):
         mine, other = row.get(part), first.get(part)
         if not isinstance(mine, dict) or not isinstance(other, dict):
             if mine != other:

@@ -6,9 +6,9 @@ So what any layout saves, and what any layout has after loading, is compared wit
 import dataclasses
 import hashlib
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,8 +17,9 @@ from parallax.data_parallel.bucket import GradientBuckets
 from parallax.data_parallel.optimizer import ShardedAdamW
 from parallax.mesh import Layout, Mesh
 from parallax.models.config import DecoderConfig
-from parallax.models.decoder import DecoderStage, StageSpec
-from parallax.tensor_parallel.facts import ParameterFacts, initial_values, initialize, named_parameters_with_facts
+from parallax.models.stages import EMBEDDING, build_stages
+from parallax.pipeline.schedules import make_schedule
+from parallax.tensor_parallel.facts import ParameterFacts, initial_values, named_parameters_with_facts
 
 # Odd sizes: the vocabulary is padded differently by every tp size, KV heads are fewer than 4 ranks, layers uneven over 2.
 LLAMA = DecoderConfig(
@@ -44,16 +45,30 @@ GPT2 = dataclasses.replace(
 
 
 def build_parts(
-    mesh: Mesh, config: DecoderConfig, zero: int, seed: int, dtype: torch.dtype = torch.float32, fill: bool = False
+    mesh: Mesh,
+    config: DecoderConfig,
+    zero: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    fill: bool = False,
+    schedule: str = "1f1b",
 ) -> CheckpointParts:
-    """Return this rank's share of a run, with the weights of `seed`; fill: and optimizer states that are not zero."""
-    layers = np.array_split(np.arange(config.num_hidden_layers), mesh.layout.pp)[mesh.pp_rank]
-    spec = StageSpec(range(int(layers[0]), int(layers[-1]) + 1), mesh.pp_rank, mesh.layout.pp)
-    stage = DecoderStage(config, spec, tp=mesh.tp).to(dtype)
-    initialize(stage, seed)
-    parameters = list(named_parameters_with_facts(stage))
+    """Return this rank's share of a run, with the weights of `seed`; fill: and optimizer states that are not zero.
+
+    schedule: says which stages each pipeline rank holds; some may be without a layer.
+    """
+    table = make_schedule(schedule, mesh.layout.pp, 2 * mesh.layout.pp)
+    edges = [round(config.num_hidden_layers * stage / table.num_stages) for stage in range(table.num_stages + 1)]
+    layers = [range(start, stop) for start, stop in pairwise(edges)]
+    stages = build_stages(
+        config, layers, table.holders, mesh.pp_rank, seed=seed, device=mesh.device, dtype=dtype, tp=mesh.tp
+    )
+    named = {entry[0]: entry for stage in stages.values() for entry in named_parameters_with_facts(stage, mesh.tp)}
+    parameters = sorted(named.values(), key=lambda entry: entry[0] != EMBEDDING)
     # Buckets smaller than a layer, so that pieces begin and end inside of parameters.
-    buckets = GradientBuckets(parameters, mesh, zero=zero, bucket_elements=3000, scopes=[stage.scopes])
+    scopes = [stage.scopes for stage in stages.values()]
+    used = {index: list(stage.parameters()) for index, stage in stages.items()}
+    buckets = GradientBuckets(parameters, mesh, zero=zero, bucket_elements=3000, stages=used, scopes=scopes)
     optimizer = ShardedAdamW(buckets)
     parts = CheckpointParts(config, parameters, optimizer, dtype=dtype, state={"seed": seed, "tokens": 1 << 40})
     if fill:
