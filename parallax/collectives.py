@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from parallax.errors import LostRank
+from parallax.journal import Note
 from parallax.mesh import Group, size_of
 from parallax.shared_memory import SharedMemory
 
@@ -40,17 +41,30 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class _Call:
     """A communication that begins: noted in the group's journal until it is over."""
 
-    __slots__ = ("group", "what")
+    __slots__ = ("group", "note", "what")
 
     def __init__(self, what: str, group: Group, tensor: torch.Tensor | None = None) -> None:
         self.what, self.group = what, group
+        self.note: Note | None = None
         if group.journal is not None:
             elements, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
             group.journal.begin(what, group.name, elements, dtype)
+            if group.journal.record is not None:
+                num_bytes = 0 if tensor is None else tensor.nbytes * (group.size if what == "all_gather" else 1)
+                self.note = group.journal.record.communicate(what, group.name, group.size, num_bytes)
+                if group.shared_memory is not None:
+                    self.note.wait()  # complete on return
+
+    def wait(self) -> None:
+        """Say that nothing else is done until it is over."""
+        if self.note is not None:
+            self.note.wait()
 
     def over(self) -> None:
         if self.group.journal is not None:
             self.group.journal.end()
+        if self.note is not None:
+            self.note.over()
 
     def lost(self, error: RuntimeError) -> LostRank:
         """Return the error to raise when the backend gave one while it waited for the other ranks."""
@@ -76,6 +90,7 @@ class _Waiting:
         return self.work.is_completed()
 
     def wait(self) -> None:
+        self.call.wait()
         try:
             self.work.wait()
         except RuntimeError as error:

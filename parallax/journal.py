@@ -7,17 +7,33 @@ makes text of it only when someone asks. A mesh has one, and its groups carry it
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
+
+
+class Note(Protocol):
+    """One communication in a record of a step."""
+
+    def wait(self) -> None:
+        """Nothing else is done from now on until it is over."""
+
+    def over(self) -> None: ...
+
+
+class Record(Protocol):
+    """Is told of all communications while a step is recorded (parallax.training.record)."""
+
+    def communicate(self, what: str, group: str, ranks: int, num_bytes: int) -> Note:
+        """Note one that begins. num_bytes: of the whole tensor: before a reduction, after a gathering."""
 
 
 class Journal:
     """phase: "step 12". action: of the pipeline, what is under way. call: the communication that was begun last.
 
     waiting: whether that communication is not over, so that other ranks may be what it takes. changed_at: seconds since the
-    epoch, when any of it changed.
+    epoch, when any of it changed. record: of the step that is being recorded, None most of the time.
     """
 
-    __slots__ = ("action", "call", "changed_at", "phase", "waiting")
+    __slots__ = ("action", "call", "changed_at", "phase", "record", "waiting")
 
     def __init__(self) -> None:
         self.phase = "the start"
@@ -25,6 +41,7 @@ class Journal:
         self.call: tuple[str, str, int, Any] | None = None
         self.waiting = False
         self.changed_at = time.time()
+        self.record: Record | None = None
 
     def enter(self, phase: str) -> None:
         """Note that something else begins."""

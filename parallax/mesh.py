@@ -192,7 +192,7 @@ class Mesh:
         mine = sorted(set(sets))
         rows = gather_json(mine, self._communicating_world(), self.device)
         self._group(name, {tuple(ranks) for row in rows for ranks in row})
-        return {ranks: self.groups.get(ranks) for ranks in mine}
+        return {ranks: replace(self.groups[ranks], name=name) if ranks in self.groups else None for ranks in mine}
 
     def make_host_group(self, name: str) -> Group | None:
         """Return another group of all ranks, for host memory, which a thread may use while others use theirs; called by all."""
@@ -233,7 +233,7 @@ class Mesh:
                 group = Group(name, ranks, position, process_group, journal=self.journal)
                 self.groups[ranks] = self._with_shared_memory(group)
             if self.rank in ranks:
-                mine = self.groups[ranks]
+                mine = replace(self.groups[ranks], name=name)  # the same ranks may be several axes
         return mine
 
     def _with_shared_memory(self, group: Group) -> Group:

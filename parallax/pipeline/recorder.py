@@ -21,13 +21,16 @@ Reading = Any  # seconds, or an event
 
 
 class Recorder:
-    """What one rank does in one step; made by all ranks of a pipeline together, at the common moment 0."""
+    """What one rank does in one step; made by all ranks of a pipeline together, at the common moment 0.
 
-    def __init__(self, pp: Group | None, device: torch.device) -> None:
+    together: whether they wait for each other; without it each has a moment of its own.
+    """
+
+    def __init__(self, pp: Group | None, device: torch.device, together: bool = True) -> None:
         self._pp, self._device = pp, device
         self._posted: dict[Message, Reading] = {}
         self._readings: list[tuple[str, Entry, Reading, Reading, int | None]] = []
-        if pp is not None:
+        if together and pp is not None:
             barrier(pp)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

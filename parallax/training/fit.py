@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -19,12 +20,11 @@ from parallax.collectives import all_reduce_, barrier
 from parallax.data.loader import BatchLoader
 from parallax.errors import EXIT_BAD_NUMBERS, LostRank, Stop
 from parallax.models.config import DecoderConfig
-from parallax.pipeline.recorder import Recorder
 from parallax.training.faults import BadStep, Report, Verdict, culprits
 from parallax.training.flops import Work, mfu
 from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
+from parallax.training.observe import Observer
 from parallax.training.options import RunOptions
-from parallax.training.pipeline_trace import write_pipeline_trace
 from parallax.training.safety import SafetyOptions
 from parallax.training.signals import StopReason, StopRequests, decode
 from parallax.training.state import TrainState
@@ -111,6 +111,7 @@ class _Loop:
         self.lag = 1 if self.mesh.device.type == "cuda" else 0
         self.issued: deque[_Issued] = deque()
         self.watch = Stopwatch()
+        self.observer = Observer(run.train_step, run.options, run.out)
         self.stop: StopReason | None = None
         self.good: tuple[_Issued, list[float]] | None = None  # the last good step, and its numbers
         self.bad_in_a_row = 0
@@ -123,8 +124,7 @@ class _Loop:
         while state.step < run.steps:
             self._issue()
             last = state.step == run.steps
-            evaluates = bool(run.evaluations) and (last or _due(state.step, options.eval_every))
-            logs = evaluates or _due(state.step, options.log_every) or (last and options.log_every > 0)
+            evaluates, logs = self._evaluates(state.step), self._logs(state.step)
             saves = last or _due(state.step, options.save_every)
             if self._settle(at_once=logs or saves) or (self.stop is not None and self._settle(at_once=True)):
                 continue  # gone back
@@ -147,21 +147,30 @@ class _Loop:
         run.saves.finish()
         assert saved == state.step, (saved, state)
 
+    def _evaluates(self, step: int) -> bool:
+        last = step == self.run.steps
+        return bool(self.run.evaluations) and (last or _due(step, self.run.options.eval_every))
+
+    def _logs(self, step: int) -> bool:
+        every = self.run.options.log_every
+        return self._evaluates(step) or _due(step, every) or (step == self.run.steps and every > 0)
+
     def _issue(self) -> None:
         """Start the next step, which the device need not have done on return."""
         run, state = self.run, self.run.state
         self.mesh.journal.enter(f"step {state.step + 1}")
         lr = run.learning_rate(state.step)
-        traced = state.step + 1 == run.options.trace_pipeline
-        recorder = Recorder(self.mesh.pp, self.mesh.device) if traced else None
         data_step = state.data_step
-        result = run.train_step(run.loader.micro_batches(data_step), lr, recorder, self.requests.code)
+        with self.observer.step(state.step + 1, self._logs(state.step + 1)) as recorder:
+            with nullcontext() if recorder is None else recorder.phase("data"):
+                batches = run.loader.micro_batches(data_step)
+            result = run.train_step(batches, lr, recorder, self.requests.code)
         state.step += 1
         self.watch.steps += 1
         run.metrics.advance(state.step)
         self.issued.append(_Issued(state.step, data_step, lr, Report(result.numbers()), result.local))
-        if recorder is not None:
-            _write_trace(run, recorder)
+        for notice in self.observer.files(state.step):
+            run.metrics.say(notice)
 
     def _settle(self, at_once: bool) -> bool:
         """Act on the numbers of the steps that were started, of the newest only if it must be `at_once`.
@@ -251,7 +260,7 @@ class _Loop:
     def _counted(self) -> TrainState:
         return replace(self.run.state, mean_loss=self.run.train_step.judge.mean_loss.item())
 
-    def _measure(self, step: _Issued, numbers: list[float]) -> dict[str, float]:
+    def _measure(self, step: _Issued, numbers: list[float]) -> dict[str, Any]:
         """The values of one logged step, whose numbers have been waited for."""
         run = self.run
         seconds, steps, work = self.watch.read()
@@ -264,6 +273,7 @@ class _Loop:
             "mfu": mfu(work.flops(run.model) / seconds, run.peak_flops),
             "step_seconds": seconds / steps,
             "memory_bytes": peak_memory_bytes(self.mesh.device),
+            **self.observer.values(),
         }
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
@@ -278,15 +288,6 @@ class _Loop:
         code = torch.tensor([self.requests.code()], dtype=torch.float64, device=self.mesh.device)
         self.stop = decode(all_reduce_(code, self.mesh.world).item())
         return self.stop is not None
-
-
-def _write_trace(run: Run, recorder: Recorder) -> None:
-    """Write the step as the first of the pipelines ran it."""
-    schedule = run.train_step.runner.training.schedule
-    trace = recorder.trace(f"{schedule.name} step {run.state.step}")
-    if run.train_step.mesh.rank == 0:
-        files = write_pipeline_trace(trace, run.out)
-        run.metrics.say(f"traced         step {run.state.step}: {', '.join(map(str, files))}")
 
 
 def _due(step: int, every: int) -> bool:

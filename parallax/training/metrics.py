@@ -11,6 +11,10 @@ metrics.jsonl holds one JSON object per logged step with the keys
     mfu               share of the devices' peak used by the model's own operations, 0 to 1; padding is none
     step_seconds      wall time of a step, mean since the last logged step
     memory_bytes      peak memory of rank 0: of its GPU, or of its process on a CPU
+    phases            seconds of the step by what they went into (parallax.training.record), of each: the least and the most of
+                      all ranks, and those of each rank
+    straggler         the rank that worked longest, waits left out; straggler_seconds: by how much longer than the median rank
+    sent              along tp, pp and dp: communications of the step, and the bytes that rank 0 sent in them, with rings
     eval_loss         on the held-out part, at the steps where it was evaluated
     eval_loss/NAME    on the set that --valid NAME=PATH names, at those steps
     test_loss         on the last part of --split, after the last step
@@ -24,6 +28,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -113,11 +118,19 @@ class Metrics:
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
-        for name, value in values.items():
-            if name != "step":
-                self.writer.add_scalar(name, value, values["step"])
+        for name, value in _scalars(values):
+            self.writer.add_scalar(name, value, values["step"])
         self.writer.flush()
         self.console.print(_line(values), markup=False)
+
+
+def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers that TensorBoard draws: of phases the most of all ranks."""
+    for name, value in values.items():
+        if name == "phases":
+            yield from ((f"phases/{phase}", of["max"]) for phase, of in value.items())
+        elif isinstance(value, int | float) and name != "step":
+            yield name, value
 
 
 def _line(values: dict[str, Any]) -> str:

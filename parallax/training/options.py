@@ -230,6 +230,9 @@ class RunOptions:
     trace_pipeline: Annotated[int | None, named("trace-pipeline", metavar="STEP", default="no step")] = None
     """Record what each pipeline rank does in this step, counted from 1, and draw it beside the simulation, in --out."""
 
+    profile: Annotated[int | None, named("profile", metavar="STEP", default="no step")] = None
+    """Record all ranks in this step, counted from 1, in one trace for ui.perfetto.dev, in --out."""
+
     timeout: Annotated[float, named("timeout", metavar="SECONDS")] = 600.0
     """How long a process waits for the others before it gives up."""
 
@@ -272,8 +275,11 @@ class RunOptions:
             problems.append(f"--eval-steps {self.eval_steps} has no effect with --eval-every 0; leave one of them out")
         if self.eval_every > 0 and nothing_held_out is not None:
             problems.append(f"{nothing_held_out} holds out nothing to evaluate on; use --eval-every 0 with it")
-        if self.trace_pipeline is not None and self.trace_pipeline < 1:
-            problems.append(f"--trace-pipeline {self.trace_pipeline} must be the number of a step, counted from 1")
+        problems += [
+            f"--{name} {step} must be the number of a step, counted from 1"
+            for name, step in (("trace-pipeline", self.trace_pipeline), ("profile", self.profile))
+            if step is not None and step < 1
+        ]
         if self.timeout <= 0:
             problems.append(f"--timeout {self.timeout} must be above 0 seconds")
         if self.world_size is not None and not self.dry_run:

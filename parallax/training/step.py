@@ -13,6 +13,7 @@ A single process runs the same schedule with one stage: gradient accumulation is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,13 +29,13 @@ from parallax.models.packed_rows import PackedRows
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.executor import BackwardListener, PipelineExecutor
 from parallax.pipeline.lower import Program
-from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.transport import ActivationSpec
 from parallax.tensor_parallel.precision import Fp8State
 from parallax.tensor_parallel.segments import Segment, merged
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
 from parallax.training.faults import Judge
 from parallax.training.flops import Work, work_of
+from parallax.training.record import StepRecorder
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -119,7 +120,7 @@ class StageRunner:
         spec: ActivationSpec,
         mesh: Mesh,
     ) -> None:
-        self.stages, self.objective, self.mesh = dict(stages), objective, mesh
+        self.stages, self.objective, self.spec, self.mesh = dict(stages), objective, spec, mesh
         weights = WeightQueue()
         for stage in stages.values():
             attach_queue(stage, weights)
@@ -159,7 +160,7 @@ class StageRunner:
         batches: Sequence[MicroBatch],
         weight: torch.Tensor,
         listener: BackwardListener | None = None,
-        recorder: Recorder | None = None,
+        recorder: StepRecorder | None = None,
     ) -> torch.Tensor:
         """Run a program; return this rank's contribution to the loss, float64, counted once over the world.
 
@@ -191,11 +192,13 @@ class TrainStep:
         self,
         batches: Sequence[Batch],
         learning_rate: float,
-        recorder: Recorder | None = None,
+        recorder: StepRecorder | None = None,
         asked: Callable[[], float] = lambda: 0.0,
     ) -> StepResult:
         """Train on the rank's micro-batches. asked: a number of this rank's, to be summed over all ranks."""
-        loaded = self.runner.on_device(batches)
+        phase: Callable[[str], AbstractContextManager] = _unrecorded if recorder is None else recorder.phase
+        with phase("data"):
+            loaded = self.runner.on_device(batches)
         weight, work = self.runner.count(loaded)
         self.buckets.zero_grad()
         if self.fp8 is not None:
@@ -207,7 +210,8 @@ class TrainStep:
             listener=self.buckets,
             recorder=recorder,
         )
-        self.buckets.finish()
+        with phase("reduction"):
+            self.buckets.finish()
         if self.fp8 is not None:
             self.fp8.finish_step()
         local = torch.stack([local_squared_norm(self.buckets), loss, torch.full_like(loss, asked())])
@@ -215,8 +219,13 @@ class TrainStep:
         grad_norm = squared_norm.sqrt()
         verdict = self.judge(loss, grad_norm, weight)
         skip = (verdict != 0).float()
-        self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad), skip)
+        with phase("optimizer"):
+            self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad), skip)
         return StepResult(loss, grad_norm, weight, verdict, total_asked, work, local)
+
+
+def _unrecorded(name: str) -> AbstractContextManager:
+    return nullcontext()
 
 
 @torch.no_grad()

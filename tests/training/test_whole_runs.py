@@ -12,7 +12,12 @@ from parallax.training.checkpoints import only_run_in
 from tests.distributed.harness import run_layout
 from tests.training.runs import contents, metrics, run, saved, write_text
 
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds", "memory_bytes"}
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds", "memory_bytes"} | {
+    "phases",
+    "straggler",
+    "straggler_seconds",
+    "sent",
+}
 
 
 @pytest.fixture

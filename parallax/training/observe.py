@@ -1,0 +1,89 @@
+"""Which steps are recorded, and what is told of them: shares of the step and traffic in the metrics, files of --profile and
+--trace-pipeline.
+
+A step that is neither logged nor asked for is not recorded, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from parallax.collectives import all_gather
+from parallax.training.options import RunOptions
+from parallax.training.pipeline_trace import write_pipeline_trace
+from parallax.training.profile import write_profile
+from parallax.training.record import SHARES, WAITING, Clock, StepRecorder, shares_of
+from parallax.training.step import TrainStep
+
+MOST_RANKS = 64  # beyond which a line of metrics has the least and the most of each share, and not every rank's
+
+
+class Observer:
+    """Records steps of a run; all methods are called by all ranks. say: prints a notice."""
+
+    def __init__(self, train_step: TrainStep, options: RunOptions, out: Path) -> None:
+        self.train_step, self.mesh, self.options, self.out = train_step, train_step.mesh, options, out
+        self._clock: Clock | None = None
+        self._recorder: StepRecorder | None = None
+
+    @contextmanager
+    def step(self, step: int, logged: bool) -> Iterator[StepRecorder | None]:
+        """Record what is done in here if the step, counted from 1, is logged or asked for."""
+        self._recorder = None
+        asked = step in (self.options.profile, self.options.trace_pipeline)
+        if not (logged or asked):
+            yield None
+            return
+        if self._clock is None:
+            self._clock = Clock(self.mesh)
+        self._recorder = StepRecorder(self.mesh, self._clock, together=asked)
+        yield self._recorder
+        self._recorder.end()
+
+    def files(self, step: int) -> list[str]:
+        """Write what was asked for of the step that has just been recorded; return a notice for each."""
+        notices = []
+        if step == self.options.profile and self._recorder is not None:
+            path = write_profile(self._recorder.spans(), self.mesh, step, self.out)
+            notices.append(f"profiled       step {step}: {path}, for ui.perfetto.dev")
+        if step == self.options.trace_pipeline and self._recorder is not None:
+            schedule = self.train_step.runner.training.schedule
+            trace = self._recorder.trace(f"{schedule.name} step {step}")  # the first of the pipelines is written
+            if self.mesh.rank == 0:
+                paths = write_pipeline_trace(trace, self.out)
+                notices.append(f"traced         step {step}: {', '.join(map(str, paths))}")
+        return notices
+
+    def values(self) -> dict[str, Any]:
+        """Return what metrics.jsonl says of the step that was recorded last, nothing if none was."""
+        if self._recorder is None:
+            return {}
+        shares = shares_of(self._recorder.spans())
+        spec = self.train_step.runner.spec
+        traffic = self._recorder.traffic(torch.Size(spec.shape).numel() * spec.dtype.itemsize)
+        self._recorder = None
+        row = torch.tensor([shares[name] for name in SHARES], dtype=torch.float64, device=self.mesh.device)
+        rows = all_gather(row.view(1, -1), self.mesh.world).cpu()
+        return {
+            "phases": {name: _told(rows[:, place]) for place, name in enumerate(SHARES)},
+            **_straggler(rows),
+            "sent": {axis: {"calls": calls, "bytes": sent} for axis, (calls, sent) in traffic.items()},
+        }
+
+
+def _told(column: torch.Tensor) -> dict[str, Any]:
+    seconds = [round(value, 6) for value in column.tolist()]
+    return {"min": min(seconds), "max": max(seconds)} | ({"ranks": seconds} if len(seconds) <= MOST_RANKS else {})
+
+
+def _straggler(rows: torch.Tensor) -> dict[str, Any]:
+    """Return the rank that worked longest, that is waited least for others, and by how much longer than the median rank."""
+    working = rows[:, [place for place, name in enumerate(SHARES) if name not in WAITING]].sum(1).tolist()
+    longest = max(working)
+    return {"straggler": working.index(longest), "straggler_seconds": round(longest - median(working), 6)}
