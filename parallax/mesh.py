@@ -216,7 +216,8 @@ class Mesh:
         from parallax.collectives import gather_json
 
         token = gather_json(secrets.token_hex(8), self.world, self.device)[0]
-        return dist.PrefixStore(f"parallax/{token}", dist.distributed_c10d._get_default_store().clone())
+        shared: Any = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"parallax/{token}", shared.clone())
 
     def _communicating_world(self) -> Group | None:
         return self.world if self.connected else None

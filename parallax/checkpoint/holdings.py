@@ -120,15 +120,15 @@ def _add(sources: Sources, key: Key, dtype: str, shape: Sequence[int], shares: S
 def _gather_distinct(value: Table, ranks: Ranks) -> dict[tuple[int, ...], Table]:
     """Return every rank's value by the ranks that have it; equal ones travel once."""
     encoded = json.dumps(value).encode()
-    mine = [hashlib.sha256(encoded).hexdigest(), len(encoded)]
+    mine = hashlib.sha256(encoded).hexdigest()
     members: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for rank, (digest, size) in enumerate(gather_json(mine, ranks.world, ranks.device)):
+    for rank, (digest, size) in enumerate(gather_json([mine, len(encoded)], ranks.world, ranks.device)):
         members.setdefault(digest, []).append(rank)
         sizes[digest] = size
     if 2 * len(members) > size_of(ranks.world):
         # Few are equal: one call for all, padded to the longest, rather than one for each.
-        values = gather_json(value if members[mine[0]][0] == ranks.rank else None, ranks.world, ranks.device)
+        values = gather_json(value if members[mine][0] == ranks.rank else None, ranks.world, ranks.device)
         return {tuple(group): values[group[0]] for group in members.values()}
     found = {}
     for digest, group in members.items():

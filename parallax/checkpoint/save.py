@@ -122,6 +122,7 @@ def _json(value: Any) -> bytes:
 
 def _begin(partial: Path, small_files: Mapping[str, bytes], parts: CheckpointParts) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
+    sync(partial.parent.parent)  # its name may be new there
     remove_leftovers(partial.parent)
     for folder in (MODEL, OPTIMIZER):
         (partial / folder).mkdir(parents=True)

@@ -36,7 +36,7 @@ class TrainState:
     def from_dict(cls, stored: dict[str, Any]) -> TrainState:
         """Return the state that `to_dict` gave; raises ConfigError if it cannot be that of a run."""
         for field in fields(cls):
-            value = stored.get(field.name) if isinstance(stored, dict) else None
+            value: Any = stored.get(field.name) if isinstance(stored, dict) else None
             kinds = (int, float) if field.type == "float" else (int,)
             if type(value) not in kinds or not 0 <= value < 2**63 or not math.isfinite(value):
                 raise ConfigError(f"the saved counter {field.name} is {value}, which no run counts")
