@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from parallax.config import (
+    FinetuneOptions,
     PretrainConfig,
     PretrainOptions,
     check,
@@ -384,13 +385,9 @@ def test_the_table_shows_what_was_resolved() -> None:
 
 
 def test_every_option_is_read_by_something_besides_its_own_check() -> None:
-    from parallax.config import PretrainOptions
-    from parallax.flags import flags_of
-
-    root = Path(__file__).parents[1]
-    sources = [root / "pretrain.py", *(root / "parallax").rglob("*.py")]
+    sources = [ROOT / "pretrain.py", ROOT / "finetune_sft.py", *(ROOT / "parallax").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    for flag in flags_of(PretrainOptions).values():
+    for flag in (flags_of(PretrainOptions) | flags_of(FinetuneOptions)).values():
         group, name = flag.path
         # Read from another object than the options' own `self`, which is where checks read.
         readers = re.findall(rf"(?<!self)\.{name}\b", text)

@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "all too long": ("--seq-len 8", "none of the 24 chats of {0}/chats.jsonl is left"),
     "one too long": ("--seq-len 40 --too-long error", "raise --seq-len, or use --too-long drop or truncate"),
     "no loss": ("--loss-per turn", "--loss-per turn is unknown; use token or sample"),
-    "missing tensor": ("--init {0}/part", "does not hold this run's model: it lacks"),
+    "missing tensor": ("--init {0}/part", "--init {0}/part does not hold this run's model: it lacks"),
 }
 
 

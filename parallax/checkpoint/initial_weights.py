@@ -88,7 +88,10 @@ def look_into(init: Path | None, carried_from: Path | None, config: DecoderConfi
 
     def look() -> Carried:
         if init is not None:
-            check_weights(init, CheckpointParts(config, []))
+            try:
+                check_weights(init, CheckpointParts(config, []))
+            except ConfigError as error:
+                raise ConfigError([f"--init {problem}" for problem in error.problems]) from error
         if carried_from is None:
             return {}
         files, fields = carried_over(carried_from)

@@ -172,7 +172,7 @@ def num_parameters(config: DecoderConfig) -> int:
     return config.num_hidden_layers * layer_parameters(config) + embeddings + positions + final_norm
 
 
-def flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
+def flops_per_token(config: DecoderConfig, sequence_length: float) -> float:
     """Return the floating-point operations of training on one token, forward and backward.
 
     6 per parameter that takes part in a matrix product (the head does; looking up an embedding, norms and biases do not), and
