@@ -299,12 +299,14 @@ def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bo
         yield Mesh(layout, rank, device, connected=True, timeout_seconds=timeout_seconds, shared_memory=shared_memory)
         return
     try:
+        store = _launchers_store(rank, world_size, timeout_seconds)
         dist.init_process_group(
             "nccl" if use_gpu else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if use_gpu else None,
+            **({} if store is None else {"store": store, "rank": rank, "world_size": world_size}),
         )
-    except dist.DistError:
+    except (dist.DistError, LostRank):
         exit_for_lost_rank(f"not all {world_size} ranks came to the start within {timeout_seconds:g} s")
     try:
         from parallax.roll_call import code_version, compare
@@ -317,3 +319,17 @@ def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bo
         exit_for_lost_rank(str(error))  # at once: leaving the groups in order would wait for that rank
     finally:
         dist.destroy_process_group()
+
+
+def _launchers_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
+    """Return the store that torchrun keeps over its restarts, with keys that belong to this start; None without one."""
+    import torch.distributed as dist
+
+    from parallax.start import agree_on_start
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    token = agree_on_start(dist.PrefixStore("parallax/start", store), rank, world_size, timeout_seconds)
+    return dist.PrefixStore(f"parallax/{token}", store)
