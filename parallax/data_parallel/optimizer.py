@@ -64,6 +64,15 @@ class ShardedOptimizer:
         self._step_count = 0
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of all states on this rank, and of main parameters that are not the model's own."""
+        total = 0
+        for region in (region for regions in self._regions.values() for region in regions):
+            total += sum(state.nbytes for state in region.states.values())
+            total += region.main_param.nbytes if region.bucket.has_own_main_params else 0
+        return total
+
+    @property
     def step_count(self) -> int:
         """Number of updates done, for the bias correction; set when a state is loaded."""
         return self._step_count

@@ -169,7 +169,7 @@ class _Loop:
         self.watch.steps += 1
         run.metrics.advance(state.step)
         self.issued.append(_Issued(state.step, data_step, lr, Report(result.numbers()), result.local))
-        for notice in self.observer.files(state.step):
+        for notice in self.observer.notices(state.step):
             run.metrics.say(notice)
 
     def _settle(self, at_once: bool) -> bool:

@@ -14,6 +14,7 @@ metrics.jsonl holds one JSON object per logged step with the keys
     phases            seconds of the step by what they went into (parallax.training.record), of each: the least and the most of
                       all ranks, and those of each rank
     straggler         the rank that worked longest, waits left out; straggler_seconds: by how much longer than the median rank
+    memory            bytes of each rank by what they went into (parallax.training.measured_memory); in the first line of a start
     sent              along tp, pp and dp: communications of the step, and the bytes that rank 0 sent in them, with rings
     eval_loss         on the held-out part, at the steps where it was evaluated
     eval_loss/NAME    on the set that --valid NAME=PATH names, at those steps

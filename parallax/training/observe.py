@@ -7,7 +7,7 @@ A step that is neither logged nor asked for is not recorded, and costs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parallax.collectives import all_gather
+from parallax.training.measured_memory import PARTS, MemoryReport
 from parallax.training.options import RunOptions
 from parallax.training.pipeline_trace import write_pipeline_trace
 from parallax.training.profile import write_profile
@@ -31,10 +32,31 @@ class Observer:
         self.train_step, self.mesh, self.options, self.out = train_step, train_step.mesh, options, out
         self._clock: Clock | None = None
         self._recorder: StepRecorder | None = None
+        self._is_first = True
+        self._memory: dict[str, Any] = {}  # until a line of metrics has it
+        self._notices: list[str] = []
 
     @contextmanager
     def step(self, step: int, logged: bool) -> Iterator[StepRecorder | None]:
         """Record what is done in here if the step, counted from 1, is logged or asked for."""
+        with self._measured() if self._is_first else nullcontext(), self._recorded(step, logged) as recorder:
+            yield recorder
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        self._is_first = False
+        report = MemoryReport(self.train_step.buckets, self.train_step.optimizer)
+        with report.watching():
+            yield
+        parts = report.parts()
+        row = torch.tensor([parts[name] for name in PARTS], dtype=torch.int64, device=self.mesh.device)
+        rows = all_gather(row.view(1, -1), self.mesh.world).cpu()
+        self._memory = {name: _told(rows[:, place]) for place, name in enumerate(PARTS)}
+        most = ", ".join(f"{name} {part['max'] / 2**20:,.1f}" for name, part in self._memory.items())
+        self._notices = [f"memory         {most} MiB" + (", the most of any rank" if len(rows) > 1 else "")]
+
+    @contextmanager
+    def _recorded(self, step: int, logged: bool) -> Iterator[StepRecorder | None]:
         self._recorder = None
         asked = step in (self.options.profile, self.options.trace_pipeline)
         if not (logged or asked):
@@ -46,9 +68,9 @@ class Observer:
         yield self._recorder
         self._recorder.end()
 
-    def files(self, step: int) -> list[str]:
-        """Write what was asked for of the step that has just been recorded; return a notice for each."""
-        notices = []
+    def notices(self, step: int) -> list[str]:
+        """Write the files that were asked for of the step that is just over; return what there is to say about it."""
+        notices, self._notices = self._notices, []
         if step == self.options.profile and self._recorder is not None:
             path = write_profile(self._recorder.spans(), self.mesh, step, self.out)
             notices.append(f"profiled       step {step}: {path}, for ui.perfetto.dev")
@@ -62,6 +84,7 @@ class Observer:
 
     def values(self) -> dict[str, Any]:
         """Return what metrics.jsonl says of the step that was recorded last, nothing if none was."""
+        memory, self._memory = self._memory, {}
         if self._recorder is None:
             return {}
         shares = shares_of(self._recorder.spans())
@@ -73,13 +96,14 @@ class Observer:
         return {
             "phases": {name: _told(rows[:, place]) for place, name in enumerate(SHARES)},
             **_straggler(rows),
+            **({"memory": memory} if memory else {}),
             "sent": {axis: {"calls": calls, "bytes": sent} for axis, (calls, sent) in traffic.items()},
         }
 
 
 def _told(column: torch.Tensor) -> dict[str, Any]:
-    seconds = [round(value, 6) for value in column.tolist()]
-    return {"min": min(seconds), "max": max(seconds)} | ({"ranks": seconds} if len(seconds) <= MOST_RANKS else {})
+    values = [round(value, 6) for value in column.tolist()]  # microseconds, or bytes
+    return {"min": min(values), "max": max(values)} | ({"ranks": values} if len(values) <= MOST_RANKS else {})
 
 
 def _straggler(rows: torch.Tensor) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _observed(mesh: Mesh, folder: str) -> dict:
             began = time.perf_counter()
             step(loader.micro_batches(number), 1e-3, recorder)
             took = time.perf_counter() - began
-        notices += observer.files(number)
+        notices += observer.notices(number)
         rows.append(observer.values() | {"took": took})
     assert mesh.journal.record is None
     return {"rows": rows, "notices": notices}
@@ -95,7 +95,9 @@ def test_the_shares_of_all_ranks_are_told_and_the_slow_rank_named(layout: Layout
 def test_a_profile_shows_all_ranks_nested_and_in_time(layout: Layout, tmp_path: Path) -> None:
     (*_, result) = run_layout(layout, _observed, str(tmp_path))
     path = tmp_path / "profile-step-2.json"
-    assert result["notices"] == [f"profiled       step 2: {path}, for ui.perfetto.dev"]
+    memory, profiled = result["notices"]
+    assert memory.startswith("memory ")
+    assert [profiled] == [f"profiled       step 2: {path}, for ui.perfetto.dev"]
     assert path.stat().st_size < 200_000
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(layout.world_size))

@@ -32,8 +32,9 @@ def test_a_run_leaves_metrics_events_and_a_checkpoint_that_transformers_opens(fo
     assert run_layout(Layout(), run, [command], str(folder)) == [[[]]]
     rows = metrics(folder / "run")
     assert [row["step"] for row in rows] == [2, 3, 4, 6]
-    assert all(row.keys() - {"eval_loss"} == KEYS for row in rows)
+    assert all(row.keys() - {"eval_loss", "memory"} == KEYS for row in rows)
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
+    assert [row["step"] for row in rows if "memory" in row] == [2]
     assert rows[-1]["tokens"] == 6 * 8 * 16
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["eval_loss"] < rows[1]["eval_loss"]
     assert list((folder / "run" / "tensorboard").glob("events*"))
