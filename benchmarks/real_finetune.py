@@ -4,8 +4,8 @@
     python benchmarks/real_finetune.py FOLDER --layouts 1,tp3,pp2
 
 FOLDER is what `save_pretrained` writes, with a tokenizer and a chat template. The chats are the first of those embedded: questions
-about functions of Python's standard library. transformers takes each chat alone, finetune_sft.py packs them into rows; a step is as
-many chats for both, all in fp32. At the end transformers opens what was saved and answers.
+about functions of Python's standard library. finetune_sft.py packs them into rows of 256 tokens, transformers takes each alone;
+a step is the same chats for both, all in fp32. At the end transformers opens what was saved and answers.
 
 transformers gives the looked-up row of `pad_token_id` no gradient, and in many models that token also ends a turn; here the row has
 its gradient on both sides.
@@ -20,14 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Running a file puts its own folder on the search path, and the checkout need not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
 from benchmarks.real_model import layout_of
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-3
@@ -64,13 +68,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a Hugging Face model's folder")
     parser.add_argument("--layouts", default="1", help="with commas between, as in 1,tp3,pp2 (default: 1)")
-    parser.add_argument("--chats", type=int, default=200, help="how many, a multiple of --steps (default: 200)")
+    parser.add_argument("--chats", type=int, default=200, help="how many (default: 200)")
+    parser.add_argument("--rows", type=int, default=3, help="in a step (default: 3)")
     parser.add_argument("--steps", type=int, default=20, help="(default: 20)")
     options = parser.parse_args()
     options.layouts = options.layouts.split(",")
     options.folder = options.folder.resolve()
-    if options.chats % options.steps:
-        parser.error(f"--chats {options.chats} must be a multiple of --steps {options.steps}")
     return options
 
 
@@ -88,8 +91,8 @@ def words(options: argparse.Namespace, layout: str, data: Path, out: Path) -> li
     sizes = layout_of(layout)
     return [
         *("--init", str(options.folder), "--data", str(data), "--out", str(out), "--steps", str(options.steps)),
-        *("--no-packing", "--global-batch", str(options.chats // options.steps), "--micro-batch", "1"),
-        *("--seq-len", "256", "--too-long", "error", "--eval-fraction", "0", "--eval-every", "0"),
+        *("--global-batch", str(options.rows), "--micro-batch", "1"),
+        *("--seq-len", "256", "--eval-fraction", "0", "--eval-every", "0"),
         *("--tp", str(sizes.tp), "--pp", str(sizes.pp)),
     ]
 
@@ -134,10 +137,9 @@ def train_in_transformers(options: argparse.Namespace, command: list[str]) -> li
     for step in range(options.steps):
         rows = loader.micro_batches(step)
         weight, total = sum(int((row["labels"] != -100).sum()) for row in rows), 0.0
-        for row in rows:
-            length = int((row["documents"] == 0).sum())  # without the padding
-            logits = model(row["input_ids"][:, :length]).logits
-            loss = torch.nn.functional.cross_entropy(logits[0], row["labels"][0, :length], reduction="sum") / weight
+        for ids, labels in (chat for row in rows for chat in chats_of(row)):
+            logits = model(ids[None]).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / weight
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), asked.clip_grad)
@@ -148,6 +150,14 @@ def train_in_transformers(options: argparse.Namespace, command: list[str]) -> li
         losses.append(total)
     print(f"transformers: {(time.perf_counter() - started) / options.steps:.1f} s a step", flush=True)
     return losses
+
+
+def chats_of(row: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ids and labels of each chat of a packed row, without the padding."""
+    lengths = row["documents"][0].unique_consecutive(return_counts=True)[1].tolist()
+    for ids, labels in zip(row["input_ids"][0].split(lengths), row["labels"][0].split(lengths), strict=True):
+        if (labels != -100).any():
+            yield ids, labels
 
 
 def answer(folder: Path) -> str:
