@@ -25,6 +25,7 @@ def main(words: Sequence[str] | None = None) -> None:
     config = parse_finetune(words)
     # Idle OpenMP threads that spin make a run on a busy CPU many times slower; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["PARALLAX_KERNELS"] = config.training.kernels
     try:
         if config.run.dry_run:
             from parallax.training.plan import print_plan

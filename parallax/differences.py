@@ -15,7 +15,7 @@ from parallax.models.options import ModelOptions
 HARMLESS = frozenset(
     "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group micro_batch recompute "
     "loss_chunk steps tokens out resume save_every log_every eval_every eval_steps trace_pipeline profile timeout config dry_run "
-    "world_size keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps fp8_backend".split()
+    "world_size keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps fp8_backend kernels".split()
 )
 
 

@@ -50,30 +50,36 @@ def products() -> None:
     print(
         f"{'tokens':>7} {'out':>6} {'in':>6}  {'backend':<10} {'fprop':>8} {'dgrad':>8} {'wgrad':>8}  ms, quantising included"
     )
-    for tokens, outputs, inputs in SHAPES:
-        x, weight, dy = (
-            torch.randn(*shape, device=device).bfloat16()
-            for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
-        )
-        total = torch.zeros(outputs, inputs, device=device)
-        times = [
-            milliseconds(lambda: x @ weight.t()),
-            milliseconds(lambda: dy @ weight),
-            milliseconds(lambda: dy.t() @ x),
-        ]
-        _row(tokens, outputs, inputs, "bf16", times)
-        for candidate in candidates():
-            if candidate.name == "reference" or candidate.why_not(recipe, device):
-                continue
+    for shape in SHAPES:
+        _times_of_shape(recipe, *shape)
+
+
+def _times_of_shape(recipe: Recipe, tokens: int, outputs: int, inputs: int) -> None:
+    device = torch.device("cuda")
+    x, weight, dy = (
+        torch.randn(*shape, device=device).bfloat16()
+        for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    total = torch.zeros(outputs, inputs, device=device)
+    in_bf16 = (lambda: x @ weight.t(), lambda: dy @ weight, lambda: dy.t() @ x)
+    _row(tokens, outputs, inputs, "bf16", [milliseconds(product) for product in in_bf16])
+    for candidate in candidates():
+        if candidate.name != "reference" and candidate.why_not(recipe, device) is None:
             layer = Products(recipe, candidate.make())
-            layer.weights.open = True  # quantised once a step, and so not in the times
-            gradients = layer.gradient(dy, tokens)
-            times = [
-                milliseconds(lambda: layer.fprop(layer.input(x, False), weight, torch.bfloat16, False)),
-                milliseconds(lambda: layer.dgrad(layer.gradient(dy, tokens)[0], weight, torch.bfloat16)),
-                milliseconds(lambda: layer.wgrad(gradients[1], x, tokens)(total)),
-            ]
-            _row(tokens, outputs, inputs, candidate.name, times)
+            _row(tokens, outputs, inputs, candidate.name, _times_of_layer(layer, x, weight, dy, total))
+
+
+def _times_of_layer(
+    layer: Products, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, total: torch.Tensor
+) -> list[float]:
+    layer.weights.open = True  # quantised once a step, and so not in the times
+    tokens = x.shape[0]
+    _, for_weight = layer.gradient(dy, tokens)
+    return [
+        milliseconds(lambda: layer.fprop(layer.input(x, False), weight, torch.bfloat16, False)),
+        milliseconds(lambda: layer.dgrad(layer.gradient(dy, tokens)[0], weight, torch.bfloat16)),
+        milliseconds(lambda: layer.wgrad(for_weight, x, tokens)(total)),
+    ]
 
 
 def _row(tokens: int, outputs: int, inputs: int, name: str, times: list[float]) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from parallax.tensor_parallel.accumulate import add_product_
 from parallax.tensor_parallel.weight_gradients import WeightSink
 
 # A gradient that autograd makes in a chunk's I, and that is at most this share of its bucket, waits for W: else the bucket would
@@ -74,12 +75,7 @@ class GradientSink(WeightSink):
 
     def accumulate(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
         """Add `grad_output^T @ input`, of `[tokens, out]` and `[tokens, in]`, to the main gradient `[out, in]`, now."""
-        main_grad = self.total()
-        if grad_output.dtype == input.dtype == main_grad.dtype:
-            main_grad.addmm_(grad_output.t(), input)
-        else:
-            # The product of one micro-batch is rounded to the layers' dtype, sums over micro-batches are not.
-            main_grad.add_(grad_output.t() @ input)
+        add_product_(self.total(), grad_output, input)
 
     def _add_late(self, chunk: Hashable, gradient: torch.Tensor) -> None:
         self.total().add_(gradient)

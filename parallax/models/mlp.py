@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from parallax.kernels.table import has_kernel
 from parallax.mesh import Group
 from parallax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, apply_together
 
@@ -29,7 +30,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if gate.is_cuda and gate.dtype != torch.float64:
+    if has_kernel("swiglu", gate):
         from parallax.kernels.swiglu.kernel import swiglu  # here, for it needs triton, which only a GPU needs
 
         return swiglu(gate.contiguous(), up.contiguous())

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from parallax.kernels.table import has_kernel
 from parallax.mesh import Group
 from parallax.tensor_parallel.facts import ParameterFacts, replicated
 
@@ -73,7 +74,7 @@ class RMSNorm(nn.Module):
         }
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.is_cuda and input.dtype != torch.float64:
+        if has_kernel("rms_norm", input):
             from parallax.kernels.rms_norm.kernel import rms_norm  # here, for it needs triton, which only a GPU needs
 
             return rms_norm(input.contiguous(), self.weight, self.eps)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from parallax.collectives import all_gather_start, all_reduce_, reduce_from, scatter_sequence
+from parallax.kernels.table import has_kernel
 from parallax.mesh import Group, rank_of, size_of
 from parallax.tensor_parallel.facts import ParameterFacts, sharded
 
@@ -68,11 +69,6 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_sequence(rows, self.tp) if self.sequence_parallel else reduce_from(rows, self.tp)
 
 
-def _has_kernel(logits: torch.Tensor) -> bool:
-    """Say whether the Triton kernel computes these logits; imported only then, for it needs triton."""
-    return logits.is_cuda and logits.dtype != torch.float64
-
-
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values in fp32, or in fp64 if they are."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -100,7 +96,7 @@ def log_sum_and_target(
     local: each label counted from this rank's first column; the columns from `columns` on are padding. What is returned of bf16
     logits on a CPU is already that over all ranks; `over_ranks` makes it of the others.
     """
-    if _has_kernel(logits):
+    if has_kernel("cross_entropy", logits):
         from parallax.kernels.cross_entropy.kernel import cross_entropy_forward
 
         return cross_entropy_forward(logits.contiguous(), local.contiguous(), columns)
@@ -122,7 +118,7 @@ def over_ranks(
 
     One small AllGather of each rank's log-sum-exp and target logit does the work of three AllReduces.
     """
-    if tp is None or (logits.dtype == torch.bfloat16 and not _has_kernel(logits)):
+    if tp is None or (logits.dtype == torch.bfloat16 and not has_kernel("cross_entropy", logits)):
         return log_sum, target
     gathered, work = all_gather_start(torch.stack([log_sum, target]), tp)
     work.wait()
@@ -136,7 +132,7 @@ def logits_gradient(
 
     log_sum: over all ranks. scale: the gradient of each token's loss.
     """
-    if _has_kernel(logits):
+    if has_kernel("cross_entropy", logits):
         from parallax.kernels.cross_entropy.kernel import cross_entropy_backward
 
         return cross_entropy_backward(

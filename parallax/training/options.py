@@ -147,6 +147,9 @@ class TrainingOptions:
     """Tokens whose logits are there at once; those of a longer micro-batch are computed in parts, and again in backward.
     0: all of them."""
 
+    kernels: Literal["on", "off"] = "on"
+    """Our own kernels on a GPU; off: PyTorch's operators there too. On a CPU it is those always."""
+
     seed: int = 0
     """Of the initial weights and the data order."""
 

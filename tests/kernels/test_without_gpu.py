@@ -40,3 +40,16 @@ def test_a_compiled_kernel_refuses_a_tensor_that_is_not_on_a_gpu() -> None:
 
     with pytest.raises(ValueError, match=r"runs on CUDA tensors, not on cpu; .* TRITON_INTERPRET=1"):
         swiglu_forward(torch.ones(4), torch.ones(4))
+
+
+def test_one_flag_turns_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallax.kernels.table import KERNELS, has_kernel
+    from tests.kernels.interpreted.pretend import on_gpu
+
+    here = torch.ones(2)
+    for operator in KERNELS:
+        assert has_kernel(operator, on_gpu(here)) and not has_kernel(operator, here)
+        assert not has_kernel(operator, on_gpu(here.double()))
+        with monkeypatch.context() as patch:
+            patch.setenv("PARALLAX_KERNELS", "off")
+            assert not has_kernel(operator, on_gpu(here))

@@ -1,0 +1,29 @@
+"""Which operators have a kernel, for which devices and types; the one place that decides whether a kernel runs.
+
+    if has_kernel("rms_norm", input): ...
+
+`--kernels off` (the environment variable PARALLAX_KERNELS=off, for programs of one's own) turns all of them off: the layers
+then compute with PyTorch's operators on a GPU too. No triton is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+# {operator: (the kinds of device, the types of its input)}
+KERNELS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
+    "rms_norm": (("cuda",), _FLOATING),
+    "swiglu": (("cuda",), _FLOATING),
+    "cross_entropy": (("cuda",), _FLOATING),
+}
+
+
+def has_kernel(operator: str, input: torch.Tensor) -> bool:
+    """Whether a kernel computes `operator` on this input."""
+    devices, dtypes = KERNELS[operator]
+    device = "cuda" if input.is_cuda else input.device.type
+    return device in devices and input.dtype in dtypes and os.environ.get("PARALLAX_KERNELS", "on") != "off"
