@@ -27,7 +27,7 @@ from torch import nn
 
 from parallax.collectives import DONE, Pending, gather_json
 from parallax.data_parallel.flat import Bucket, BucketGroups, GradientTypes, make_bucket
-from parallax.data_parallel.gather import ParameterGathering
+from parallax.data_parallel.gather import ParameterArrival, ParameterGathering
 from parallax.data_parallel.options import ZERO_STAGES
 from parallax.data_parallel.plan import (
     DEFAULT_BUCKET_ELEMENTS,
@@ -62,6 +62,8 @@ class GradientBuckets:
     scopes: with ZeRO 3, the parts of each stage whose parameters are gathered together, in the order of forward. Parameters
         that are in none stay whole.
     apart: names of parameters that other holders use in other stages: under ZeRO 2 and 3 each has buckets of its own.
+    overlap_gather: let the next forward wait for updated parameters, each part for its own, and not the update (ZeRO 1 and 2; all
+        trained parameters are in `scopes`).
     rule: what updates a parameter, by its facts; parameters of different rules do not share buckets.
 
     Made by every rank of the mesh at the same time, since the groups of holders are created here.
@@ -77,6 +79,7 @@ class GradientBuckets:
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         stages: Mapping[int, Iterable[nn.Parameter]] | None = None,
         scopes: Iterable[Sequence[ParameterScope]] = (),
+        overlap_gather: bool = False,
         apart: Iterable[str] = (),
         types: GradientTypes | None = None,
         rule: Callable[[ParameterFacts], str] = lambda facts: "adamw",
@@ -99,6 +102,9 @@ class GradientBuckets:
         self._make_buckets(plan_buckets(sizes, bucket_elements), types or GradientTypes())
         if zero == 3:
             ParameterGathering(chains, self._bucket_of)  # the scopes keep it
+        self._overlaps_gather = overlap_gather and zero in (1, 2)
+        if self._overlaps_gather:
+            ParameterArrival(chains, self._bucket_of)
         # What is reduced once a step while backward runs; those across stages end at different times on their holders.
         self._overlapped = [bucket for bucket in self.buckets if zero < 2 and not bucket.plan.key.across_stages]
         self._num_started = 0
@@ -168,6 +174,8 @@ class GradientBuckets:
         None if all of it is, as it is unless parameters are sharded.
         """
         bucket = self._bucket_of[self.trained[name][0]] if name in self.trained else None
+        if bucket is not None:
+            bucket.arrive()
         if bucket is None or not bucket.is_gathered:
             return None
         (place,) = (place for place in bucket.plan.places if place.name == name)
@@ -259,10 +267,15 @@ class GradientBuckets:
     def spread_parameters(self) -> None:
         """Bring updated main parameters into the model's parameters on all holders; called by every rank."""
         for bucket in self.buckets:
+            bucket.arrive()
             bucket.round_main_params()
-        for start in (Bucket.start_spread_across, Bucket.start_spread):
-            for gather in [start(bucket) for bucket in self.buckets]:
-                gather.wait()
+        for gather in [bucket.start_spread_across() for bucket in self.buckets]:
+            gather.wait()
+        for bucket in reversed(self.buckets):  # what forward uses first, first
+            bucket.start_spread()
+        if not self._overlaps_gather:
+            for bucket in self.buckets:
+                bucket.arrive()
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:

@@ -77,6 +77,7 @@ class Bucket:
     num_reductions: int = 0  # of this step
     whole_grad: torch.Tensor | None = None  # from a backward's first contribution to its reduction, under ZeRO 2 and 3
     _gathering: Pending | None = None  # of parameters that are gathered for each use; None while they are not here
+    _spreading: Pending = DONE  # of updated parameters, where the next forward waits for them
     _num_uses: int = 0
     _steps: list[Callable[[], Pending]] = field(default_factory=list)  # of the step's reduction that are still to come
 
@@ -209,9 +210,15 @@ class Bucket:
         """Begin to bring what each pipeline rank updated to the others."""
         return all_gather_into_start(self.values(self.inner_part), self.groups.across)
 
-    def start_spread(self) -> Pending:
-        """Begin to bring what each rank of `inner` updated to the others, unless it is gathered for each use."""
-        return DONE if self.is_gathered else all_gather_into_start(self.parameters, self.groups.inner)
+    def start_spread(self) -> None:
+        """Begin to bring what each rank of `inner` updated to the others, for `arrive`, unless it is gathered for each use."""
+        if not self.is_gathered:
+            self._spreading = all_gather_into_start(self.parameters, self.groups.inner)
+
+    def arrive(self) -> None:
+        """Return when the parameters that `start_spread` sent are here."""
+        self._spreading.wait()
+        self._spreading = DONE
 
 
 def make_bucket(

@@ -20,6 +20,24 @@ from parallax.data_parallel.flat import Bucket
 from parallax.tensor_parallel.scopes import ParameterScope
 
 
+class ParameterArrival:
+    """Waits, before a scope's use, for the parameters that the last update sent on their way (ZeRO 1 and 2)."""
+
+    def __init__(self, chains: Iterable[Sequence[ParameterScope]], bucket_of: dict[nn.Parameter, Bucket]) -> None:
+        self._buckets: dict[ParameterScope, list[Bucket]] = {}
+        for scope in (scope for chain in chains for scope in chain):
+            used = (bucket_of[parameter] for parameter in scope.parameters() if parameter in bucket_of)
+            self._buckets[scope] = list(dict.fromkeys(used))
+            scope.keeper = self
+
+    def gather(self, scope: ParameterScope, backward: bool) -> None:
+        for bucket in self._buckets[scope]:
+            bucket.arrive()
+
+    def release(self, scope: ParameterScope) -> None:
+        pass
+
+
 class ParameterGathering:
     """Keeps the parameters of scopes between their uses.
 

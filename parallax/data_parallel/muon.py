@@ -19,7 +19,7 @@ differences of the last bit, which layouts have, to some of the third digit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +121,7 @@ def plan_matrices(rows_of_ranks: Sequence[Iterable[Row]]) -> list[Matrix]:
                 holders[name][shard, first, last].append(rank)
     matrices = []
     work: dict[int, int] = defaultdict(int)
-    for name in sorted(shapes, key=lambda name: (-_cost(shapes[name]), name)):
+    for name in sorted(holders, key=lambda name: (-_cost(shapes[name]), name)):
         ordered = sorted(shards[name], key=lambda shard: shard.start)
         pieces = tuple(
             Piece(ordered.index(shard), first, last, tuple(ranks))
@@ -138,16 +138,15 @@ def _cost(shape: Sequence[int]) -> int:
     return shape[0] * shape[1] * min(shape)
 
 
+Range = tuple[str, int, int]  # of the flat local tensor of a parameter
 Key = tuple[int, int]  # matrix, piece: their places in a cell
 Tensors = dict[Key, torch.Tensor]  # flat, of a piece
 
 
 class Cell:
-    """Ranks that between them keep some matrices. mine: this rank's pieces of them, by name and range, as views."""
+    """Ranks that between them keep some matrices."""
 
-    def __init__(
-        self, group: Group | None, rows: list[Row], mine: dict[tuple[str, int, int], torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, group: Group | None, rows: list[Row], device: torch.device) -> None:
         self.group, self.rank, self.device = group, rank_of(group), device
         self.matrices = plan_matrices(gather_json(rows, group, device))
         self.pieces = {
@@ -155,14 +154,14 @@ class Cell:
             for number, matrix in enumerate(self.matrices)
             for place, piece in enumerate(matrix.pieces)
         }
-        self.mine = {
-            key: mine[self.matrices[key[0]].name, piece.start, piece.stop]
+
+    def orthogonalize(self, flat: Mapping[Range, torch.Tensor], dtype: torch.dtype, main_dtype: torch.dtype) -> None:
+        """Replace the matrices, of which `flat` has this rank's pieces, by their scaled orthogonal ones, computed in `dtype`."""
+        mine = {
+            key: flat[self.matrices[key[0]].name, piece.start, piece.stop]
             for key, piece in self.pieces.items()
             if self.rank in piece.ranks
         }
-
-    def orthogonalize(self, dtype: torch.dtype, main_dtype: torch.dtype) -> None:
-        """Replace the matrices of which `mine` are pieces, in `main_dtype`, by their scaled orthogonal ones."""
         here = {number: matrix for number, matrix in enumerate(self.matrices) if matrix.owner == self.rank}
         shards = {
             (number, place): torch.zeros(shard.local_shape, dtype=main_dtype, device=self.device)
@@ -178,7 +177,7 @@ class Cell:
             (self.matrices[key[0]].source(piece), self.matrices[key[0]].owner, key)
             for key, piece in self.pieces.items()
         ]
-        self._move(to_owners, self.mine, owned)
+        self._move(to_owners, mine, owned)
         for number, matrix in here.items():
             parts = [
                 shards[number, place].narrow(shard.dim, 0, shard.rows) for place, shard in enumerate(matrix.shards)
@@ -189,7 +188,7 @@ class Cell:
         from_owners = [
             (self.matrices[key[0]].owner, rank, key) for key, piece in self.pieces.items() for rank in piece.ranks
         ]
-        self._move(from_owners, owned, self.mine)
+        self._move(from_owners, owned, mine)
 
     def _move(self, routes: list[tuple[int, int, Key]], out: Tensors, into: Tensors) -> None:
         """Copy pieces along (sender, receiver, piece); all that one rank sends another goes as one message."""
@@ -220,16 +219,11 @@ class Muon:
 
     def __init__(self, buckets: GradientBuckets, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay
-        self._directions: dict[Bucket, torch.Tensor] = {}  # of `kept`
-        # By the type of the model's parameters, which a cell has in common.
-        self._cells: list[tuple[Cell, Bucket]] = []
+        self._buckets = [bucket for bucket in buckets.buckets if bucket.plan.key.rule == "muon"]
+        self._ranges: dict[Range, tuple[Bucket, slice]] = {}  # of this rank's pieces: where in `kept`
         rows: dict[tuple[tuple[int, ...], str], list[Row]] = {}
-        mine: dict[tuple[str, int, int], torch.Tensor] = {}
         some: dict[tuple[tuple[int, ...], str], Bucket] = {}
-        for bucket in buckets.buckets:
-            if bucket.plan.key.rule != "muon":
-                continue
-            direction = self._directions[bucket] = torch.zeros_like(bucket.main_params)
+        for bucket in self._buckets:
             for place in bucket.plan.places:
                 parameter, facts = buckets.trained[place.name]
                 start, stop = max(place.offset, bucket.kept.start), min(place.stop, bucket.kept.stop)
@@ -237,37 +231,41 @@ class Muon:
                 if start < stop:
                     ranges.append([start - place.offset, stop - place.offset])
                     here = slice(start - bucket.kept.start, stop - bucket.kept.start)
-                    mine[place.name, start - place.offset, stop - place.offset] = direction[here]
+                    self._ranges[place.name, start - place.offset, stop - place.offset] = bucket, here
                 cell = (cell_ranks(facts, buckets), bucket.plan.key.dtype)
                 rows.setdefault(cell, []).append(describe(place.name, facts, parameter.shape, ranges))
                 some[cell] = bucket
         groups = buckets.mesh.groups_of("muon", [ranks for ranks, _ in rows])
-        for cell in sorted(rows):
-            self._cells.append((Cell(groups[cell[0]], rows[cell], mine, buckets.device), some[cell]))
+        # A cell's matrices have one type, that of any of their buckets.
+        self._cells = [(Cell(groups[cell[0]], rows[cell], buckets.device), some[cell]) for cell in sorted(rows)]
 
     def update(self, regions: Sequence[Region], update: Update) -> None:
+        # The gradients have served when the directions are known: these take their place, where the type is right.
+        directions = {bucket: bucket.grad(bucket.kept).to(bucket.main_params.dtype) for bucket in self._buckets}
         for region in regions:
-            with region.widened() as wide:
-                self._find_direction(wide, update)
+            self._find_direction(region, _part(directions, region), update)
+        flat = {key: directions[bucket][here] for key, (bucket, here) in self._ranges.items()}
         for cell, bucket in self._cells:
-            cell.orthogonalize(bucket.parameters.dtype, bucket.main_params.dtype)
+            cell.orthogonalize(flat, bucket.parameters.dtype, bucket.main_params.dtype)
         for region in regions:
             moved = region.main_param * (1 - update.learning_rate * self.weight_decay)
-            moved.sub_(self._direction(region), alpha=update.learning_rate)
+            moved.sub_(_part(directions, region), alpha=update.learning_rate)
             region.main_param.copy_(_unless(update.skip, region.main_param, moved))
 
-    def _direction(self, region: Region) -> torch.Tensor:
-        first = region.bucket.kept.start
-        return self._directions[region.bucket][region.start - first : region.stop - first]
+    def _find_direction(self, region: Region, gradient: torch.Tensor, update: Update) -> None:
+        """Update a region's momentum, and turn its gradient into the direction to go."""
+        if update.clip is not None:
+            gradient.mul_(update.clip.to(gradient.dtype))
+        with region.widened() as wide:
+            buffer = wide.states["momentum_buffer"]
+            moved = buffer.lerp(gradient, 1 - self.momentum)
+            gradient.lerp_(moved, self.momentum)
+            buffer.copy_(_unless(update.skip, buffer, moved))
 
-    def _find_direction(self, region: Region, update: Update) -> None:
-        gradient = (
-            region.main_grad if update.clip is None else region.main_grad * update.clip.to(region.main_grad.dtype)
-        )
-        buffer = region.states["momentum_buffer"]
-        moved = buffer.lerp(gradient, 1 - self.momentum)
-        self._direction(region).copy_(gradient.lerp(moved, self.momentum))
-        buffer.copy_(_unless(update.skip, buffer, moved))
+
+def _part(directions: Mapping[Bucket, torch.Tensor], region: Region) -> torch.Tensor:
+    first = region.bucket.kept.start
+    return directions[region.bucket][region.start - first : region.stop - first]
 
 
 def _unless(skip: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -214,5 +214,6 @@ def test_the_work_is_shared_among_those_who_keep_a_part_the_largest_first() -> N
     matrices = {matrix.name: matrix for matrix in plan_matrices(everyone)}
     assert (matrices["a"].owner, matrices["b"].owner, matrices["c"].owner) == (0, 1, 0)
     assert matrices["b"].pieces[0].ranks == (0, 1) and matrices["b"].source(matrices["b"].pieces[0]) == 1
+    assert plan_matrices([[row("empty", 0, [])]]) == []
     halves = plan_matrices([[row("a", 8, [[0, 32]])], [row("a", 8, [])], [row("a", 8, [[32, 64]])]])
     assert halves[0].owner == 0 and [piece.ranks for piece in halves[0].pieces] == [(0,), (2,)]

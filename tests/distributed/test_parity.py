@@ -6,12 +6,13 @@ A table of layouts and of everything else that may not matter. A part of it runs
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from parallax.mesh import Layout
+from parallax.mesh import Layout, Mesh
 from parallax.models.presets import PRESETS
 from parallax.pipeline.schedules import ALL_SCHEDULES
 from tests.distributed.harness import run_layout
@@ -44,10 +45,10 @@ MANY_STAGES = [name for name in ALL_SCHEDULES if name not in ("1f1b", "gpipe")]
 DEFAULT = Case(model=PRESETS["tiny"].resolved(), seq_len=128, global_batch=16)
 
 
-def _check(layout: Layout, cases: list[Case], rel: float = 1e-5) -> None:
+def _check(layout: Layout, cases: list[Case], rel: float = 1e-5, train: Callable = train_all) -> None:
     references = list(dict.fromkeys(case.reference for case in cases))
     expected = dict(zip(references, run_layout(Layout(), train_all, references, timeout=300)[0], strict=True))
-    for results in run_layout(layout, train_all, cases, timeout=300):
+    for results in run_layout(layout, train, cases, timeout=300):
         for case, result in zip(cases, results, strict=True):
             for step, (got, want) in enumerate(zip(result, expected[case.reference], strict=True)):
                 assert got == pytest.approx(want, rel=rel), f"{layout}, {case}, step {step}"
@@ -149,6 +150,27 @@ SHARDED = {
         _scheduled("1f1b", zero=3, recompute="full"),
     ],
 }
+
+
+def train_over_gloo(mesh: Mesh, cases: list[Case]) -> list[list[tuple[float, float]]]:
+    """Train each case without shared memory: reductions and gathers are in flight while others compute."""
+    mesh = Mesh(mesh.layout, mesh.rank, mesh.device, connected=True, shared_memory=False)
+    return train_all(mesh, cases)
+
+
+OVER_GLOO = {
+    "dp2": [Case(zero=zero, model=TIED, micro_batch=1) for zero in (2, 3)],
+    "pp2 dp2": [
+        *(_scheduled(name, zero=zero, model=TIED) for name in ("zb-h1", "dualpipe") for zero in (2, 3)),
+    ],
+    "dp4": [Case(zero=3, zero_group=2, micro_batch=1, optimizer="muon")],
+}
+
+
+@pytest.mark.parametrize("layout", OVER_GLOO)
+def test_communication_in_flight_changes_no_loss(layout: str) -> None:
+    cases = OVER_GLOO[layout]
+    _check(LAYOUTS.get(layout) or MORE_LAYOUTS[layout], cases, train=train_over_gloo)
 
 
 # Muon needs whole matrices: cut by tp, shared KV heads, held by two pipeline ranks, kept in pieces.
