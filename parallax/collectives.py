@@ -57,6 +57,9 @@ class _Call:
 
     def wait(self) -> None:
         """Say that nothing else is done until it is over."""
+        group, record = self.group, None if self.group.journal is None else self.group.journal.record
+        if record is not None and (self.note is None or self.note.recorder is not record):
+            self.note = record.communicate(self.what, group.name, group.size, 0, began_before=True)
         if self.note is not None:
             self.note.wait()
 
@@ -232,8 +235,8 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     if group is None:
         return DONE
     part = whole.view(group.size, -1)[group.rank]
-    call = _Call("reduce_scatter", group, whole)
     if (shared := _shared_memory(group, whole)) is not None:
+        call = _Call("reduce_scatter", group, whole)
         shared.reduce_scatter(whole, part)
         call.over()
         return DONE
@@ -241,6 +244,7 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
         # gloo's own reduce_scatter is an all_reduce of a copy, of which a part is copied out when it is waited for; its
         # handle does not tell before that whether it is done.
         return all_reduce_start(whole, group)
+    call = _Call("reduce_scatter", group, whole)
     return _Waiting(_reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True), call)
 
 

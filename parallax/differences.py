@@ -13,9 +13,10 @@ from parallax.models.options import ModelOptions
 # Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
 # name is told by their fingerprints, not by their paths.
 HARMLESS = frozenset(
-    "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group micro_batch recompute "
-    "loss_chunk steps tokens out resume save_every log_every eval_every eval_steps trace_pipeline profile timeout config dry_run "
-    "world_size keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps fp8_backend kernels".split()
+    "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group overlap_param_gather "
+    "micro_batch recompute loss_chunk steps tokens out resume save_every log_every eval_every eval_steps trace_pipeline profile "
+    "timeout config dry_run world_size keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps fp8_backend "
+    "kernels".split()
 )
 
 

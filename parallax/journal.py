@@ -13,6 +13,10 @@ from typing import Any, Protocol
 class Note(Protocol):
     """One communication in a record of a step."""
 
+    @property
+    def recorder(self) -> Any:
+        """The record that it is in."""
+
     def wait(self) -> None:
         """Nothing else is done from now on until it is over."""
 
@@ -22,8 +26,11 @@ class Note(Protocol):
 class Record(Protocol):
     """Is told of all communications while a step is recorded (parallax.training.record)."""
 
-    def communicate(self, what: str, group: str, ranks: int, num_bytes: int) -> Note:
-        """Note one that begins. num_bytes: of the whole tensor: before a reduction, after a gathering."""
+    def communicate(self, what: str, group: str, ranks: int, num_bytes: int, began_before: bool = False) -> Note:
+        """Note one that begins. num_bytes: of the whole tensor: before a reduction, after a gathering.
+
+        began_before: it began in a step before, and is waited for now.
+        """
 
 
 class Journal:

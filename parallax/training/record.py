@@ -64,13 +64,17 @@ class Clock:
 class Call:
     """A communication that is recorded; see `parallax.journal.Note`.
 
-    group: the name of its group. num_bytes: of the whole tensor. begun, waited, ended: readings of the clock.
+    group: the name of its group. num_bytes: of the whole tensor. began_before: in a step before. begun, waited, ended: readings
+    of the clock.
     """
 
-    __slots__ = ("begun", "ended", "group", "num_bytes", "ranks", "recorder", "waited", "what")
+    __slots__ = ("began_before", "begun", "ended", "group", "num_bytes", "ranks", "recorder", "waited", "what")
 
-    def __init__(self, recorder: StepRecorder, what: str, group: str, ranks: int, num_bytes: int) -> None:
+    def __init__(
+        self, recorder: StepRecorder, what: str, group: str, ranks: int, num_bytes: int, began_before: bool
+    ) -> None:
         self.recorder, self.what, self.group, self.ranks, self.num_bytes = recorder, what, group, ranks, num_bytes
+        self.began_before = began_before
         self.begun = recorder.now()
         self.waited: Reading = None
         self.ended: Reading = None
@@ -122,9 +126,9 @@ class StepRecorder(Recorder):
         self.calls: list[Call] = []
         mesh.journal.record = self
 
-    def communicate(self, what: str, group: str, ranks: int, num_bytes: int) -> Call:
+    def communicate(self, what: str, group: str, ranks: int, num_bytes: int, began_before: bool = False) -> Call:
         """Note a communication that begins; see `parallax.journal.Record`."""
-        call = Call(self, what, group, ranks, num_bytes)
+        call = Call(self, what, group, ranks, num_bytes, began_before)
         self.calls.append(call)
         return call
 
@@ -167,9 +171,15 @@ class StepRecorder(Recorder):
                 for call in done
                 if call.waited is not None
             ],
-            [(call.group, call.what, call.num_bytes, at(call.begun), at(call.ended)) for call in done],
+            [self._flight(call) for call in self.calls],
             messages,
         )
+
+    def _flight(self, call: Call) -> tuple[str, str, int, float, float]:
+        """Return what the step has of a communication: some begin before it, or end after it."""
+        begun = self._common(self._origin if call.began_before else call.begun)
+        ended = self._common(self._end if call.ended is None else call.ended)
+        return call.group, call.what, call.num_bytes, begun, min(ended, self._common(self._end))
 
     def _share(self, call: Call) -> str:
         if call.group == "world" and self.mesh.layout.pp > 1:
@@ -192,7 +202,7 @@ class StepRecorder(Recorder):
         for call in self.calls:
             axis = _SHARE_OF_GROUP.get(call.group, "dp")
             number, sent = result[axis]
-            result[axis] = number + 1, sent + call.sent_bytes
+            result[axis] = number + (not call.began_before), sent + call.sent_bytes
         return result
 
 

@@ -65,13 +65,15 @@ class Case:
     precision: str = "fp32"
     pipeline_layout: str | None = None
     zero_group: int | None = None
+    overlap_gather: bool = False
     optimizer: str = "adamw"
     fp8: Fp8Options = Fp8Options()
     narrow: tuple[str, ...] = ()  # options of the optimizer that say bf16
 
     @property
     def optimizer_options(self) -> OptimizerOptions:
-        return OptimizerOptions(self.optimizer, self.zero, self.zero_group, **dict.fromkeys(self.narrow, "bf16"))
+        narrow = dict.fromkeys(self.narrow, "bf16")
+        return OptimizerOptions(self.optimizer, self.zero, self.zero_group, self.overlap_gather, **narrow)
 
     @property
     def reference(self) -> Case:
@@ -80,6 +82,7 @@ class Case:
             self,
             zero=0,
             zero_group=None,
+            overlap_gather=False,
             narrow=(),
             sp=False,
             schedule="1f1b",
