@@ -8,8 +8,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-A stage is any module from one tensor to one tensor. What a schedule holds twice, and what dp replicas hold, starts equal and
-gets the same gradient.
+A stage is any module from one tensor to one tensor. What a schedule holds twice, what several stages share, and what dp replicas
+hold, starts equal and gets the same gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from parallax.collectives import all_reduce_, all_reduce_start
+from parallax.collectives import all_reduce_start, broadcast_
 from parallax.errors import ConfigError
 from parallax.mesh import Group, Mesh, Replicas
 from parallax.pipeline.actions import Schedule
@@ -36,7 +36,8 @@ class Pipeline:
 
     schedule: a name, such as "1f1b" or "zb-v", or a table. The number of stages follows from it: `num_stages`.
     stages: the modules of all stages, or, where no rank should hold them all, those of this rank by number. Those of this
-        rank, `self.stages`, are used, on the mesh's device.
+        rank, `self.stages`, are used, on the mesh's device. Parameters that several stages share (a tied embedding) take all
+        stages to be given, since other ranks may have the others.
     spec: shape and type of what stages hand on; None: the first step finds out.
 
     Made by all ranks together. Raises ConfigError if the schedule has no table for these sizes or a stage is missing.
@@ -71,7 +72,7 @@ class Pipeline:
         weights = WeightQueue()
         for module in self.stages.values():
             attach_queue(module, weights)
-        self._holders = self._groups()
+        self._holders = self._find_holders(given)
         self._make_equal()
         functions = {stage: self._function(stage) for stage in self.stages}
         self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights)
@@ -130,45 +131,43 @@ class Pipeline:
 
         return call
 
-    def _groups(self) -> dict[int, Group | None]:
-        """Return for each stage of this rank those who hold it, dp replicas included."""
-        kinds = {
-            stage: Replicas(stages=holders if len(holders) > 1 else ())
-            for stage, holders in enumerate(self.schedule.holders)
-            if stage in self.stages
-        }
+    def _find_holders(self, given: Mapping[int, nn.Module]) -> dict[nn.Parameter, Group | None]:
+        """Return for each parameter of this rank who holds it, dp replicas included; in the same order on all of them."""
+        users: dict[nn.Parameter, list[int]] = {}
+        for stage in sorted(given):
+            for parameter in given[stage].parameters():
+                users.setdefault(parameter, []).append(stage)
+        kinds = {}
+        mine = set(self.parameters())
+        for parameter in filter(mine.__contains__, users):
+            ranks = {rank for stage in users[parameter] for rank in self.schedule.holders[stage]}
+            kinds[parameter] = Replicas(stages=tuple(sorted(ranks)) if len(ranks) > 1 else ())
         groups = self.mesh.holders(set(kinds.values()))
-        return {stage: groups[kind] for stage, kind in kinds.items()}
+        return {parameter: groups[kind] for parameter, kind in kinds.items()}
 
     @torch.no_grad()
     def _make_equal(self) -> None:
-        """Give all holders of a stage the parameters of the first of them."""
-        for stage, group in self._holders.items():
-            if group is not None:
-                for parameter in self.stages[stage].parameters():
-                    if group.rank > 0:
-                        parameter.zero_()
-                    all_reduce_(parameter.data, group)
+        """Give all holders of a parameter the value that the first of them has."""
+        for parameter, group in self._holders.items():
+            broadcast_(parameter, group)
 
     def _take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Set aside the gradients of earlier steps, which are sums already, of what has other holders."""
         before = {}
-        for stage, group in self._holders.items():
-            for parameter in self.stages[stage].parameters() if group is not None else ():
-                if parameter.grad is not None:
-                    before[parameter], parameter.grad = parameter.grad, None
+        for parameter, group in self._holders.items():
+            if group is not None and parameter.grad is not None:
+                before[parameter], parameter.grad = parameter.grad, None
         return before
 
     @torch.no_grad()
     def _sum_gradients(self, before: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Sum what the holders of a stage found; all at once, in one order on all of them."""
+        """Sum what the holders of a parameter found; all at once, in one order on all of them."""
         pending = []
-        for stage, group in self._holders.items():
-            for parameter in self.stages[stage].parameters() if group is not None else ():
-                if parameter.requires_grad:
-                    if parameter.grad is None:  # another holder's micro-batches may have given it one
-                        parameter.grad = torch.zeros_like(parameter)
-                    pending.append(all_reduce_start(parameter.grad, group))
+        for parameter, group in self._holders.items():
+            if group is not None and parameter.requires_grad:
+                if parameter.grad is None:  # another holder's micro-batches may have given it one
+                    parameter.grad = torch.zeros_like(parameter)
+                pending.append(all_reduce_start(parameter.grad, group))
         for work in pending:
             work.wait()
         for parameter, gradient in before.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
-from parallax.pipeline import ALL_SCHEDULES, DualPipe, Pipeline
+from parallax.pipeline import ALL_SCHEDULES, DualPipe, Pipeline, make_schedule
 from parallax.tensor_parallel.linear import ColumnParallelLinear
 from tests.distributed.harness import run_layout
 
@@ -91,6 +92,63 @@ def test_a_users_own_model_trains_as_in_one_process(layout: Layout) -> None:
         for result in results:
             for key, values in result[name][1].items():
                 assert values == pytest.approx(weights[key], rel=1e-4, abs=1e-5), (name, key)
+
+
+class Head(nn.Module):
+    """The last stage, with the first one's weight, as a tied embedding is used."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.scale = weight, nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.scale * hidden @ self.weight.t()
+
+
+def sharing_stages(count: int) -> list[nn.Module]:
+    """Return stages of which the second and the last but one are the same module, and first and last share a weight."""
+    stages = make_stages(count)
+    if count > 1:
+        stages[-2], stages[-1] = stages[1 if count > 2 else 0], Head(stages[0][0].weight)
+    return [stage.double() for stage in stages]
+
+
+def gradients_of(stages: Mapping[int, nn.Module]) -> dict[str, torch.Tensor | None]:
+    return {
+        f"{index}.{key}": parameter.grad
+        for index, stage in stages.items()
+        for key, parameter in stage.named_parameters()
+    }
+
+
+def gradients_of_sharing(mesh: Mesh) -> dict[str, tuple[int, dict[str, torch.Tensor | None]]]:
+    """Return under each schedule the number of stages, and the gradients that this rank's have after two steps."""
+    found = {}
+    for name in ALL_SCHEDULES:
+        if name == "dualpipe" and mesh.layout.pp == 1:
+            continue
+        count = make_schedule(name, mesh.layout.pp, 8).num_stages
+        pipe = Pipeline(sharing_stages(count), mesh, name, 8)
+        for inputs, labels in batches()[:2]:
+            rows = slice(mesh.dp_rank, None, mesh.layout.dp)
+            pipe.step(inputs[rows].double(), labels[rows].double(), nn.functional.mse_loss)
+        found[name] = count, gradients_of(pipe.stages)
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
+def test_what_stages_share_gets_the_gradients_of_all_of_them_once(layout: Layout) -> None:
+    expected = {}
+    for count in (1, 2, 4, 8):
+        stages = sharing_stages(count)
+        model = nn.Sequential(*stages)
+        for inputs, labels in batches()[:2]:
+            nn.functional.mse_loss(model(inputs.double()), labels.double()).backward()
+        expected[count] = gradients_of(dict(enumerate(stages)))
+    for result in run_layout(layout, gradients_of_sharing):
+        for name, (count, gradients) in result.items():
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[count][key], rtol=1e-10, atol=1e-14, msg=f"{name} {key}")
 
 
 def refusals(mesh: Mesh) -> list[str]:
