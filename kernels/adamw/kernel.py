@@ -6,6 +6,8 @@ needs a second one for the copy, and keeps moments in the parameter's type only;
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from parallax.kernels.launch import FLOATING, OPTIONS, check, on_device_of, tl, triton
@@ -72,7 +74,7 @@ def adamw_(
     parameter is the model's own. clip: fp32 scalar that multiplies the gradient, on the device. step: counted from 1.
     Raises ValueError for other arguments.
     """
-    where = {"shape": main_param.shape, "device": main_param.device}
+    where: dict[str, Any] = {"shape": main_param.shape, "device": main_param.device}
     check("main_param", main_param, (torch.float32,))
     check("gradient", gradient, FLOATING, **where)
     check("exp_avg", exp_avg, FLOATING, **where)
