@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parallax.config import FinetuneConfig, parse_finetune
+from parallax.config import FinetuneConfig
 from parallax.data.chat.prepare import PreparedChats, prepare_chats
 from parallax.data.loader import BatchLoader
 from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
 from parallax.mesh import Mesh, connect
+from parallax.resolve import parse_finetune
 from parallax.training.lr import learning_rate
 
 

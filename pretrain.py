@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parallax.config import PretrainConfig, parse_pretrain
+from parallax.config import PretrainConfig
 from parallax.data.loader import BatchLoader
 from parallax.data.prepare import PreparedData, prepare_data
 from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
 from parallax.mesh import Mesh, connect
+from parallax.resolve import parse_pretrain
 from parallax.training.lr import learning_rate
 
 

@@ -113,9 +113,9 @@ def train_in_transformers(options: argparse.Namespace, command: list[str]) -> li
     import torch
     from transformers import AutoModelForCausalLM
 
-    from parallax.config import parse_finetune
     from parallax.data.chat.prepare import prepare_chats
     from parallax.data.loader import BatchLoader
+    from parallax.resolve import parse_finetune
     from parallax.training.lr import learning_rate
 
     config = parse_finetune(command)

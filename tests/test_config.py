@@ -14,21 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from parallax.config import (
-    FinetuneOptions,
-    PretrainConfig,
-    PretrainOptions,
-    check,
-    parse_pretrain,
-    read_options,
-    resolve,
-    world_size_of,
-)
+from parallax.config import FinetuneOptions, PretrainConfig, PretrainOptions
 from parallax.differences import HARMLESS, changes_that_matter, differences
 from parallax.errors import ConfigError
 from parallax.flags import flags_of
 from parallax.mesh import Layout
 from parallax.models.presets import PRESETS
+from parallax.resolve import check, parse_pretrain, read_options, resolve, world_size_of
 
 ROOT = Path(__file__).parents[1]
 FLAGS = flags_of(PretrainOptions)
@@ -324,7 +316,7 @@ def run_python(code: str, *words: str, **environment: str) -> subprocess.Complet
     )
 
 
-PARSE = "import sys; from parallax.config import parse_pretrain; parse_pretrain(); assert 'torch' not in sys.modules"
+PARSE = "import sys; from parallax.resolve import parse_pretrain; parse_pretrain(); assert 'torch' not in sys.modules"
 
 
 def test_options_are_parsed_and_checked_without_torch() -> None:

@@ -12,9 +12,10 @@ import torch
 
 import finetune_sft
 import pretrain
-from parallax.config import FinetuneOptions, RunConfig, read_options, resolve
+from parallax.config import FinetuneOptions, RunConfig
 from parallax.data.order import DataOrder
 from parallax.mesh import Layout, Mesh
+from parallax.resolve import read_options, resolve
 from parallax.training.lr import learning_rate
 from tests.data.chat.tokenizers_of_the_test import CHATML, CHATML_WITH_GENERATION, byte_level, save
 from tests.distributed.harness import run_layout

@@ -64,7 +64,8 @@ def test_every_linked_page_exists() -> None:
 
 
 def test_every_command_is_understood() -> None:
-    from parallax.config import PretrainOptions, read_options
+    from parallax.config import PretrainOptions
+    from parallax.resolve import read_options
 
     lines = README.replace("\\\n", " ").splitlines()
     commands = [

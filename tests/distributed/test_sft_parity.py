@@ -1,6 +1,6 @@
 """What is learned from chats does not depend on how they are laid out: in rows, in micro-batches, on ranks, in stages.
 
-A step of each run is all 24 chats, so that packed and unpacked runs learn from the same ones. The reference: one process, which pads
+A step of each run is all 24 chats, so that packed and unpacked runs learn from the same ones. The reference is one process, padding
 each chat to a row of its own.
 """
 
@@ -107,7 +107,8 @@ def test_losses_and_norms_are_those_of_padded_rows_in_one_process(
 
 
 def test_nine_heads_do_not_divide_by_two(folder: Path) -> None:
-    from parallax.config import FinetuneOptions, check, read_options
+    from parallax.config import FinetuneOptions
+    from parallax.resolve import check, read_options
 
     options, _ = read_options(command(folder, "smol", f"{UNPACKED} --tp 2", "x").split(), FinetuneOptions)
     assert "--tp 2 must divide num_attention_heads=9; use 1, 3 or 9" in check(options, 2)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parallax.config import PretrainOptions, check, read_options
+from parallax.config import PretrainOptions
 from parallax.mesh import Layout
 from parallax.precision.recipe import Recipe, in_words, matches
+from parallax.resolve import check, read_options
 from tests.distributed.harness import run_layout
 from tests.training.runs import contents, metrics, run, write_text
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import finetune_sft
-from parallax.config import FinetuneOptions, read_options, resolve
+from parallax.config import FinetuneOptions
 from parallax.data.chat.prepare import prepare_chats
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
+from parallax.resolve import read_options, resolve
 from tests.data.chat.tokenizers_of_the_test import CHATML, byte_level, save
 from tests.training.runs import metrics
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 import pretrain
-from parallax.config import PretrainOptions, read_options, resolve
+from parallax.config import PretrainOptions
 from parallax.data.loader import BatchLoader
 from parallax.data.prepare import prepare_data
 from parallax.errors import ConfigError, Stop
 from parallax.mesh import Mesh
 from parallax.objectives.next_token import NextToken
+from parallax.resolve import read_options, resolve
 
 MODEL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 16 --global-batch 8 --tokenizer bytes"
 

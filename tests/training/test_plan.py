@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax.config import PretrainConfig, PretrainOptions, read_options, resolve, world_size_of
+from parallax.config import PretrainConfig, PretrainOptions
 from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Mesh
 from parallax.models.config import num_parameters
 from parallax.objectives.next_token import NextToken
+from parallax.resolve import read_options, resolve, world_size_of
 from parallax.training.build import build_train_step
 from parallax.training.plan import Plan, make_plan, print_plan
 from tests.distributed.harness import run_layout
