@@ -109,6 +109,7 @@ class GradientBuckets:
         self._overlapped = [bucket for bucket in self.buckets if zero < 2 and not bucket.plan.key.across_stages]
         self._num_started = 0
         self._scattered = [bucket for bucket in self.buckets if bucket.is_scattered]
+        self._rounds: dict[int, list[Bucket]] = {}  # of each stage: what one of its backwards completes
         self._round: Sequence[Bucket] | None = None  # what the backward that is under way completes
         self._num_scattered = 0  # of them
         self._in_flight: deque[tuple[Bucket, torch.Tensor, Pending]] = deque()
@@ -131,14 +132,10 @@ class GradientBuckets:
 
     def _add_sinks(self, bucket: Bucket, members: list[nn.Parameter]) -> None:
         for place, parameter in zip(bucket.plan.places, members, strict=True):
-
-            def main_grad(
-                bucket: Bucket = bucket,
-                part: slice = slice(place.offset, place.stop),
-                shape: torch.Size = parameter.shape,
-            ) -> torch.Tensor:
-                return bucket.grad_to_add_to()[part].view(shape)
-
+            main_grad = partial(bucket.grad_of, slice(place.offset, place.stop), parameter.shape)
+            if not bucket.is_scattered:
+                stays = vars(parameter)["main_grad"] = main_grad()
+                main_grad = partial(_same, stays)
             sink = GradientSink(
                 place.name,
                 parameter,
@@ -149,8 +146,6 @@ class GradientBuckets:
                 bucket_elements=bucket.plan.size,
             )
             vars(parameter)["gradient_sink"] = sink
-            if not bucket.is_scattered:
-                vars(parameter)["main_grad"] = main_grad()
             bucket.sinks.append(sink)
             self._sinks[parameter] = sink
             self._bucket_of[parameter] = bucket
@@ -212,8 +207,10 @@ class GradientBuckets:
     def _completed_by(self, stage: int | None) -> Sequence[Bucket]:
         if stage is None or not self._stages or not self._scattered:
             return self._scattered
-        used = {self._bucket_of[parameter] for parameter in self._stages[stage] if parameter in self._bucket_of}
-        return [bucket for bucket in self._scattered if bucket in used]
+        if stage not in self._rounds:
+            used = {self._bucket_of.get(parameter) for parameter in self._stages[stage]}
+            self._rounds[stage] = [bucket for bucket in self._scattered if bucket in used]
+        return self._rounds[stage]
 
     def _complete(self, bucket: Bucket, sink: GradientSink) -> None:
         if not sink.complete:
@@ -282,3 +279,7 @@ class GradientBuckets:
         """Set the main parameters to the model's, after these were loaded from elsewhere."""
         for bucket in self.buckets:
             bucket.adopt_parameters()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

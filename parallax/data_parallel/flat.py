@@ -53,7 +53,8 @@ class Bucket:
     shard: what is here of them between uses; the same tensor, or a copy of this rank's part where parameters are sharded.
     inner_part: this rank's part of `levels.inner`. part, grad_part: what `shard` and `main_grad` are of the bucket: all or that.
     kept: whose optimizer state is here. owned: what this rank counts in the norm; a part of `kept`.
-    main_params: flat fp32 values of `kept`; for an fp32 model the same memory as the parameters.
+    main_params: flat fp32 values of `kept`; for an fp32 model the same memory as the parameters. has_offloaded_main_params: they
+        are on the host, and whoever updates them rounds them on the device (parallax.data_parallel.offload).
     """
 
     plan: BucketPlan
@@ -70,6 +71,7 @@ class Bucket:
     kept: slice
     owned: slice
     sinks: list[GradientSink] = field(default_factory=list)
+    has_offloaded_main_params: bool = False
     missing: int = (
         0  # parameters whose contribution is still to come: the last one, or with ZeRO 2 and 3 that of a chunk
     )
@@ -116,6 +118,10 @@ class Bucket:
         if self.whole_grad is None:
             self.whole_grad = torch.zeros(self.plan.size, dtype=self.main_grad.dtype, device=self.main_grad.device)
         return self.whole_grad
+
+    def grad_of(self, part: slice, shape: torch.Size) -> torch.Tensor:
+        """Return where the gradient of the parameter at `part` is added up."""
+        return self.grad_to_add_to()[part].view(shape)
 
     def start_scatter(self) -> tuple[torch.Tensor, Pending]:
         """Begin to sum what has come since the last time over `inner`; return the flat tensor where, for `add_scattered`."""
@@ -198,7 +204,7 @@ class Bucket:
         if self.is_gathered and self._gathering is not None:
             assert not self._num_uses, "parameters are updated while a backward or forward uses them"
             self.drop()
-        if self.has_own_main_params:
+        if self.has_own_main_params and not self.has_offloaded_main_params:
             self.values(self.kept).copy_(self.main_params)
 
     def adopt_parameters(self) -> None:

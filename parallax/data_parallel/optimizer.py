@@ -8,13 +8,14 @@ nor ZeRO show in what is saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from parallax.data_parallel.bucket import GradientBuckets
 from parallax.data_parallel.flat import GradientTypes
 from parallax.data_parallel.muon import Muon, is_for_muon
+from parallax.data_parallel.offload import REGION_ELEMENTS, Copies, Offloaded, StreamCopies, host_copy
 from parallax.data_parallel.options import OptimizerOptions, used_momentum
 from parallax.data_parallel.rules import SGD, AdamW, Region, Rule, Update, make_regions
 from parallax.tensor_parallel.facts import ParameterFacts
@@ -50,17 +51,33 @@ class ShardedOptimizer:
     """An optimizer sharded as the buckets are.
 
     rules: by the names in the buckets' keys. moment_dtype: of the states that rules keep; None: the main parameters'.
+    offload: copies to and from the host, to have states there; None to have them on the device.
     """
 
+    offload_is_idle = False  # asked for where there is nothing to offload to
+
     def __init__(
-        self, buckets: GradientBuckets, rules: Mapping[str, Rule], moment_dtype: torch.dtype | None = None
+        self,
+        buckets: GradientBuckets,
+        rules: Mapping[str, Rule],
+        moment_dtype: torch.dtype | None = None,
+        offload: Copies | None = None,
     ) -> None:
-        self.buckets = buckets
-        self._rules = dict(rules)
+        self.buckets, self.offload = buckets, offload
+        self._rules = (
+            dict(rules) if offload is None else {name: Offloaded(rule, offload) for name, rule in rules.items()}
+        )
         self._regions: dict[str, list[Region]] = {name: [] for name in rules}
         for bucket in buckets.buckets:
             name = bucket.plan.key.rule
-            self._regions[name] += make_regions(bucket, rules[name].states, moment_dtype)
+            if offload is None:
+                self._regions[name] += make_regions(bucket, rules[name].states, moment_dtype)
+                continue
+            if bucket.has_own_main_params:
+                bucket.main_params, bucket.has_offloaded_main_params = host_copy(bucket.main_params), True
+            for region in make_regions(bucket, rules[name].states, moment_dtype, REGION_ELEMENTS):
+                on_host = {state: host_copy(values) for state, values in region.states.items()}
+                self._regions[name].append(replace(region, states=on_host))
         self._step_count = 0
 
     @property
@@ -109,6 +126,8 @@ class ShardedOptimizer:
 
     def pieces(self, name: str) -> list[StatePiece]:
         """Return what this rank keeps of the state of the parameter `name`; nothing if other holders keep all of it."""
+        if self.offload is not None:
+            self.offload.finish()
         pieces = (
             _piece(region, place.offset, place.stop)
             for regions in self._regions.values()
@@ -156,7 +175,11 @@ def make_optimizer(buckets: GradientBuckets, options: OptimizerOptions) -> Shard
     if options.optimizer == "muon":
         rules["muon"] = Muon(buckets, used_momentum(options), options.weight_decay)
     narrow = options.moment_dtype != "fp32"
-    return ShardedOptimizer(buckets, rules, _DTYPES[options.moment_dtype] if narrow else None)
+    # On a CPU the states are in the host's memory as they are.
+    offload = StreamCopies(buckets.device) if options.offload == "optimizer" and buckets.device.type == "cuda" else None
+    result = ShardedOptimizer(buckets, rules, _DTYPES[options.moment_dtype] if narrow else None, offload)
+    result.offload_is_idle = options.offload == "optimizer" and offload is None
+    return result
 
 
 def gradient_types(options: OptimizerOptions) -> GradientTypes:

@@ -43,6 +43,9 @@ class OptimizerOptions:
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the running means, or of the momentum, between updates."""
 
+    offload: Literal["none", "optimizer"] = "none"
+    """What is kept in the host's memory and comes to the GPU for each update: the optimizer's states and fp32 copies of weights."""
+
     weight_decay: float = 0.1
     """Share of a matrix, times the learning rate, that each step takes away; norms and biases do not decay."""
 
@@ -66,6 +69,10 @@ class OptimizerOptions:
     def check(self, dp: int) -> list[str]:
         """Return what is wrong with these options, a sentence each. dp: size of data parallelism."""
         problems = self._check_sharding(dp)
+        if self.offload != "none" and self.optimizer == "muon":
+            problems.append(
+                "--offload optimizer works with --optimizer adamw or sgd; muon needs whole matrices at once"
+            )
         for name, value in (("weight-decay", self.weight_decay), ("clip-grad", self.clip_grad)):
             if not 0 <= value < math.inf:
                 problems.append(f"--{name} {value} must be 0, which turns it off, or a number above it")

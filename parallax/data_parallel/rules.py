@@ -64,12 +64,18 @@ class Region:
                 state.copy_(states[name])
 
 
-def make_regions(bucket: Bucket, states: Sequence[str], dtype: torch.dtype | None) -> Iterator[Region]:
-    """Yield the regions of a bucket that are kept here. states: their names; dtype: theirs, None for the main parameters'."""
+def make_regions(
+    bucket: Bucket, states: Sequence[str], dtype: torch.dtype | None, most: int | None = None
+) -> Iterator[Region]:
+    """Yield the regions of a bucket that are kept here, of at most `most` elements.
+
+    states: their names; dtype: theirs, None for the main parameters'. They lie where the main parameters do.
+    """
     plan, kept = bucket.plan, bucket.kept
     for first, last, decays in ((0, plan.decay_stop, True), (plan.decay_stop, plan.size, False)):
-        start, stop = max(first, kept.start), min(last, kept.stop)
-        if start < stop:
+        begin, end = max(first, kept.start), min(last, kept.stop)
+        for start in range(begin, end, most or max(1, end - begin)):
+            stop = min(end, start + (most or end - begin))
             main_param = bucket.main_params[start - kept.start : stop - kept.start]
             yield Region(
                 bucket,
@@ -79,7 +85,7 @@ def make_regions(bucket: Bucket, states: Sequence[str], dtype: torch.dtype | Non
                 main_param=main_param,
                 main_grad=bucket.grad(slice(start, stop)),
                 states={name: torch.zeros_like(main_param, dtype=dtype) for name in states},
-                step=torch.zeros((), dtype=torch.float32, device=main_param.device),
+                step=torch.zeros((), dtype=torch.float32, device=bucket.main_grad.device),
             )
 
 
