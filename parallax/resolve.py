@@ -143,6 +143,8 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
     run = options.run.resolved(_run_name(asked, init))
     problems += replace(options.run, out=run.out).check(None if data_problems else options.data.nothing_held_out)
     problems += options.safety.check(options.run.save_every)
+    if options.optimizer.offload != "none" and options.safety.sync_save:
+        problems.append("--sync-save sends states from the GPU, where --offload optimizer has none; leave one of them out")
     problems += options.fp8.check(training.precision)
     if model is not None and training.precision == "fp8":
         problems += options.fp8.check_model(linear_layers(model), training.seq_len)

@@ -35,6 +35,10 @@ class Observer:
         self._is_first = True
         self._memory: dict[str, Any] = {}  # until a line of metrics has it
         self._notices: list[str] = []
+        if train_step.optimizer.offload_is_idle:
+            self._notices.append(
+                "offload        nothing to do: on a CPU the optimizer's states are in the host's memory anyway"
+            )
 
     @contextmanager
     def step(self, step: int, logged: bool) -> Iterator[StepRecorder | None]:
@@ -53,7 +57,7 @@ class Observer:
         rows = all_gather(row.view(1, -1), self.mesh.world).cpu()
         self._memory = {name: _told(rows[:, place]) for place, name in enumerate(PARTS)}
         most = ", ".join(f"{name} {part['max'] / 2**20:,.1f}" for name, part in self._memory.items())
-        self._notices = [f"memory         {most} MiB" + (", the most of any rank" if len(rows) > 1 else "")]
+        self._notices += [f"memory         {most} MiB" + (", the most of any rank" if len(rows) > 1 else "")]
 
     @contextmanager
     def _recorded(self, step: int, logged: bool) -> Iterator[StepRecorder | None]:
