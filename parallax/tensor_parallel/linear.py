@@ -40,6 +40,7 @@ from parallax.mesh import Group, size_of
 from parallax.precision.products import Products
 from parallax.tensor_parallel.facts import ParameterFacts, replicated, sharded
 from parallax.tensor_parallel.fp8_linear import SEQUENCE_DIM, fp8_column_parallel, fp8_row_parallel
+from parallax.tensor_parallel.weight_gradients import sink_of_bf16
 
 
 class GradientSink(Protocol):
@@ -304,7 +305,25 @@ class RowParallelLinear(nn.Module):
 
     def add_bias(self, output: torch.Tensor) -> torch.Tensor:
         output = output.to(self.weight.dtype)  # which a sum over tp may exceed
-        return output if self.bias is None else output + self.bias
+        if self.bias is None:
+            return output
+        return _AddBias.apply(output, self.bias) if sink_of_bf16(self.bias) is not None else output + self.bias
+
+
+class _AddBias(torch.autograd.Function):
+    """Add a bf16 bias that has a sink, whose gradient is then not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.sink = sink_of_bf16(bias)
+        return output + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.needs_input_grad[1]:
+            grad_bias = gradient.float().flatten(0, -2).sum(0)
+            ctx.sink.add(lambda total: total.add_(grad_bias))
+        return gradient, None
 
 
 class GatherLast(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from parallax.kernels.table import has_kernel
 from parallax.mesh import Group
 from parallax.tensor_parallel.facts import ParameterFacts, replicated
+from parallax.tensor_parallel.weight_gradients import sink_of_bf16
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -28,9 +29,7 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = torch.rsqrt(norm.square_().div_(input.shape[-1]).add_(eps))
         ctx.save_for_backward(input, weight, inverse)
-        # Of a bf16 weight the gradient goes to the fp32 main gradient, where there is one, unrounded: parts of a sequence that
-        # were rounded before they are added up would be another gradient.
-        ctx.sink = getattr(weight, "gradient_sink", None) if weight.dtype == torch.bfloat16 else None
+        ctx.sink = sink_of_bf16(weight)
         normalised = wide * inverse
         if input.dtype == wide.dtype:
             return normalised.mul_(weight)
@@ -49,7 +48,8 @@ class _RMSNorm(torch.autograd.Function):
         along = (product @ weight.to(inverse.dtype)).div_(input.shape[-1]).unsqueeze(-1)
         grad_input = torch.mul(gradient, weight, out=product).sub_(normalised.mul_(along)).mul_(inverse)
         if ctx.sink is not None:
-            ctx.sink.add(lambda total: total.add_(grad_weight))
+            if ctx.needs_input_grad[1]:
+                ctx.sink.add(lambda total: total.add_(grad_weight))
             return grad_input.to(input.dtype), None, None
         return grad_input.to(input.dtype), grad_weight.to(weight.dtype), None
 
@@ -81,6 +81,34 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(input, self.weight, self.eps)
 
 
+class _LayerNorm(torch.autograd.Function):
+    """Layer normalisation of bf16 whose weight and bias have sinks; torch's own would round their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        output, mean, inverse = torch.native_layer_norm(input, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(input, weight, bias, mean, inverse)
+        ctx.sinks = sink_of_bf16(weight), sink_of_bf16(bias)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        input, weight, bias, mean, inverse = ctx.saved_tensors
+        gradient = grad_output.contiguous()
+        grad_input, _, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, input, weight.shape, mean, inverse, weight, bias, [True, False, False]
+        )
+        wide = gradient.float()
+        grad_weight = (wide * (input.float() - mean) * inverse).flatten(0, -2).sum(0)
+        grad_bias = wide.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[1]:
+            ctx.sinks[0].add(lambda total: total.add_(grad_weight))
+        if ctx.needs_input_grad[2]:
+            ctx.sinks[1].add(lambda total: total.add_(grad_bias))
+        return grad_input, None, None, None
+
+
 class LayerNorm(nn.Module):
     """Normalise `[..., hidden]` to mean 0 and variance 1, times a weight, plus a bias."""
 
@@ -97,4 +125,6 @@ class LayerNorm(nn.Module):
         }
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if sink_of_bf16(self.weight) is not None and sink_of_bf16(self.bias) is not None:
+            return _LayerNorm.apply(input, self.weight, self.bias, self.eps)
         return F.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)

@@ -117,6 +117,14 @@ class WeightSink:
         product(self.total())
 
 
+def sink_of_bf16(parameter: torch.Tensor) -> WeightSink | None:
+    """Return where the gradient of a bf16 parameter goes unrounded, to be summed in fp32; None where it does not.
+
+    Parts of a sequence that are rounded before they are added up would be another gradient than that of the whole.
+    """
+    return getattr(parameter, "gradient_sink", None) if parameter.dtype == torch.bfloat16 else None
+
+
 def attach_queue(module: nn.Module, queue: WeightQueue) -> None:
     """Let `queue` put off the weight gradients of the parallel layers in `module`.
 

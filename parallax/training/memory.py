@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from parallax.models.config import DecoderConfig
 
 FP32_BYTES = 4
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # fp8: of what is kept; operands in FP8 live for a product
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # fp8: quantised weights come on top, for a step
 
 
 @dataclass(frozen=True)

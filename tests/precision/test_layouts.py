@@ -16,9 +16,11 @@ from parallax.precision import quantize_tiles
 from parallax.precision.operands import Cut, quantize_shard
 from parallax.precision.options import Fp8Options
 from tests.distributed.harness import run_layout
+from tests.distributed.test_parity import GPT
 from tests.distributed.training import SMALL, Case, build, loader_of, train, train_all
 
 MODEL = replace(SMALL, hidden_size=64, intermediate_size=96, head_dim=16, num_key_value_heads=4)
+GPT_MODEL = replace(GPT, hidden_size=64, intermediate_size=96, head_dim=16)
 TILE, POWERS = Fp8Options(), Fp8Options(fp8_format="hybrid", fp8_scales="pow2", fp8_keep=("layers.0", "k_proj"))
 DELAYED = Fp8Options(fp8_recipe="delayed", fp8_format="hybrid", fp8_margin=1, fp8_amax_history=3)
 BASE = Case(model=MODEL, precision="fp8", steps=4, fp8=TILE)
@@ -33,7 +35,7 @@ CASES = {
         Layout(tp=2),
         [case(sp=True), case(DELAYED, zero=0, recompute="full"), case(POWERS, recompute="selective")],
     ),
-    "tp4": (Layout(tp=4), [case(), case(DELAYED, sp=True)]),
+    "tp4": (Layout(tp=4), [case(), case(DELAYED, sp=True), case(sp=True, model=GPT_MODEL)]),
     "dp2": (Layout(dp=2), [case(zero=0), case(DELAYED), case(POWERS, zero=2)]),
     "pp2": (
         Layout(pp=2),
