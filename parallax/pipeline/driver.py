@@ -15,6 +15,7 @@ hold, starts equal and gets the same gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -76,6 +77,7 @@ class Pipeline:
         self._make_equal()
         functions = {stage: self._function(stage) for stage in self.stages}
         self.executor = PipelineExecutor(schedule, mesh.pp, functions, spec, mesh.device, weights=weights)
+        self._evaluating = self.executor.prepare(schedule.forwards())
         self._inputs: Sequence[torch.Tensor] = ()
         self._labels: Sequence[torch.Tensor] = ()
         self._criterion: Criterion | None = None
@@ -97,13 +99,17 @@ class Pipeline:
             ranks without the first (last) stage may give None. Each dp replica brings its own.
         criterion: (output, labels) of one micro-batch to their mean loss, a scalar.
         Returns the mean of this rank's micro-batches, detached, on ranks with the last stage; None elsewhere.
+        Under torch.no_grad(), on all ranks, that is all it does: forwards alone.
         """
         self._inputs, self._labels = self._cut("inputs", inputs, 0), self._cut("labels", labels, self.num_stages - 1)
         self._criterion = criterion
-        before = self._take_gradients()
-        losses = self.executor.run()
+        if torch.is_grad_enabled():
+            before = self._take_gradients()
+            losses = self.executor.run()
+            self._sum_gradients(before)
+        else:
+            losses = self.executor.run(self._evaluating)
         self._inputs = self._labels = ()
-        self._sum_gradients(before)
         return torch.stack(losses).mean() * self.schedule.num_micro_batches * self.mesh.layout.dp if losses else None
 
     def _cut(self, what: str, tensor: torch.Tensor | None, stage: int) -> Sequence[torch.Tensor]:
@@ -131,27 +137,27 @@ class Pipeline:
 
         return call
 
-    def _find_holders(self, given: Mapping[int, nn.Module]) -> dict[nn.Parameter, Group | None]:
-        """Return for each parameter of this rank who holds it, dp replicas included; in the same order on all of them."""
-        users: dict[nn.Parameter, list[int]] = {}
+    def _find_holders(self, given: Mapping[int, nn.Module]) -> dict[torch.Tensor, Group | None]:
+        """Return for each parameter and buffer of this rank who holds it, dp replicas included; in one order on all of them."""
+        users: dict[torch.Tensor, list[int]] = {}
         for stage in sorted(given):
-            for parameter in given[stage].parameters():
-                users.setdefault(parameter, []).append(stage)
+            for tensor in _tensors_of(given[stage]):
+                users.setdefault(tensor, []).append(stage)
         kinds = {}
-        mine = set(self.parameters())
-        for parameter in filter(mine.__contains__, users):
-            ranks = {rank for stage in users[parameter] for rank in self.schedule.holders[stage]}
-            kinds[parameter] = Replicas(stages=tuple(sorted(ranks)) if len(ranks) > 1 else ())
+        mine = {tensor for module in self.stages.values() for tensor in _tensors_of(module)}
+        for tensor in filter(mine.__contains__, users):
+            ranks = {rank for stage in users[tensor] for rank in self.schedule.holders[stage]}
+            kinds[tensor] = Replicas(stages=tuple(sorted(ranks)) if len(ranks) > 1 else ())
         groups = self.mesh.holders(set(kinds.values()))
-        return {parameter: groups[kind] for parameter, kind in kinds.items()}
+        return {tensor: groups[kind] for tensor, kind in kinds.items()}
 
     @torch.no_grad()
     def _make_equal(self) -> None:
-        """Give all holders of a parameter the value that the first of them has."""
-        for parameter, group in self._holders.items():
-            broadcast_(parameter, group)
+        """Give all holders of a parameter or buffer the value that the first of them has."""
+        for tensor, group in self._holders.items():
+            broadcast_(tensor, group)
 
-    def _take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+    def _take_gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Set aside the gradients of earlier steps, which are sums already, of what has other holders."""
         before = {}
         for parameter, group in self._holders.items():
@@ -160,7 +166,7 @@ class Pipeline:
         return before
 
     @torch.no_grad()
-    def _sum_gradients(self, before: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def _sum_gradients(self, before: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Sum what the holders of a parameter found; all at once, in one order on all of them."""
         pending = []
         for parameter, group in self._holders.items():
@@ -173,6 +179,10 @@ class Pipeline:
         for parameter, gradient in before.items():
             assert parameter.grad is not None
             parameter.grad += gradient
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(), module.buffers())
 
 
 class DualPipe(Pipeline):

@@ -163,6 +163,11 @@ class PipelineExecutor:
     ) -> Generator[Step, None, list[torch.Tensor]]:
         """Do the same step by step: yields each step just before it is done."""
         program = program or self.program
+        if not (program.schedule.forward_only or torch.is_grad_enabled()):
+            raise ConfigError(
+                f"schedule {program.schedule.name} has backwards, and gradients are turned off (torch.no_grad); run it outside, "
+                "or its forwards() alone"
+            )
         run = _Run(
             program,
             program.schedule.last_backwards(self.rank),
@@ -289,6 +294,11 @@ class PipelineExecutor:
                 raise ConfigError(
                     "the last stage must return the scalar loss to run backward on, not a tensor of shape "
                     f"{list(output.shape)}"
+                )
+            if trace is not None and not trace.has_gradient:
+                raise ConfigError(
+                    f"the loss of micro-batch {action.micro_batch} does not depend on anything that is trained; was it "
+                    "detached, or made of integers?"
                 )
             run.outputs[action.micro_batch] = output
         else:

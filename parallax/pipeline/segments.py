@@ -37,6 +37,12 @@ class Trace:
         """The input of the stage."""
         return self.inputs[0][0]
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the output depends on anything that has one."""
+        root = self.roots[-1][0]
+        return root.requires_grad if isinstance(root, torch.Tensor) else root is not None
+
 
 def forward_steps(
     segments: Sequence[Segment], input: torch.Tensor | None, train: bool, keep_output: bool

@@ -151,6 +151,59 @@ def test_what_stages_share_gets_the_gradients_of_all_of_them_once(layout: Layout
                 torch.testing.assert_close(gradient, expected[count][key], rtol=1e-10, atol=1e-14, msg=f"{name} {key}")
 
 
+class Masked(nn.Module):
+    """A stage with a buffer, which every process makes differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.rand(WIDTH) > 0.5)
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.mask * self.weight
+
+
+def made_differently(mesh: Mesh) -> dict[str, list[float]]:
+    torch.manual_seed(mesh.rank)
+    pipe = DualPipe([Masked() for _ in range(mesh.layout.pp)], mesh, 8)
+    return {
+        f"{index}.{key}": value.tolist()
+        for index, stage in pipe.stages.items()
+        for key, value in stage.state_dict().items()
+    }
+
+
+def test_all_holders_start_with_the_parameters_and_buffers_of_the_first() -> None:
+    first, *others = run_layout(Layout(pp=2, dp=2), made_differently)
+    assert len(first) == 4 and all(other == first for other in others)
+
+
+def evaluated(mesh: Mesh) -> list[tuple[list[float], int]]:
+    """Return under each schedule this rank's losses without gradients, and how many gradients there are afterwards."""
+    found = []
+    inputs, labels = batches()[0]
+    for name in ALL_SCHEDULES:
+        pipe = Pipeline(make_stages(make_schedule(name, mesh.layout.pp, 8).num_stages), mesh, name, 8)
+        with torch.no_grad():
+            losses = [pipe.step(inputs, labels, nn.functional.mse_loss) for _ in range(2)]
+        found.append(
+            ([loss.item() for loss in losses if loss is not None], sum(p.grad is not None for p in pipe.parameters()))
+        )
+    return found
+
+
+def test_without_gradients_a_step_only_evaluates() -> None:
+    first, second = run_layout(Layout(pp=2), evaluated)
+    inputs, labels = batches()[0]
+    for here, there, name in zip(first, second, ALL_SCHEDULES, strict=True):
+        model = nn.Sequential(*make_stages(make_schedule(name, 2, 8).num_stages))
+        with torch.no_grad():
+            loss = nn.functional.mse_loss(model(inputs), labels).item()
+        for losses in zip(*(losses for losses, _ in (here, there) if losses), strict=True):
+            assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-5), name
+        assert here[1] == there[1] == 0 and here[0] + there[0], name
+
+
 def refusals(mesh: Mesh) -> list[str]:
     found = []
     for attempt in (

@@ -150,6 +150,16 @@ def test_an_output_is_gone_once_it_is_sent() -> None:
     assert torch.equal(weight.grad, torch.full((4,), 10.0))
 
 
+def test_a_loss_that_trains_nothing_and_a_step_without_gradients_are_refused() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    stages = {0: lambda tensor, number: (weight * 2).sum().detach()}
+    executor = PipelineExecutor(SCHEDULES["1f1b"](1, 2), None, stages)
+    with pytest.raises(ConfigError, match="the loss of micro-batch 0 does not depend on anything that is trained"):
+        executor.run()
+    with torch.no_grad(), pytest.raises(ConfigError, match="1f1b has backwards, and gradients are turned off"):
+        executor.run()
+
+
 def test_no_gradient_is_sent_for_integers_and_none_is_needed_from_a_frozen_stage() -> None:
     table = nn.Embedding(10, 4)
     frozen = nn.Linear(4, 4).requires_grad_(False)
