@@ -19,6 +19,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
     "rms_norm": (("cuda",), _FLOATING),
     "swiglu": (("cuda",), _FLOATING),
     "cross_entropy": (("cuda",), _FLOATING),
+    "adamw": (("cuda",), (torch.float32,)),
 }
 
 

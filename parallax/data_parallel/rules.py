@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from parallax.data_parallel.flat import Bucket
+from parallax.kernels.table import has_kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +141,33 @@ class AdamW(_Elementwise):
     eps: float = 1e-8
     weight_decay: float = 0.1
     states = ("exp_avg", "exp_avg_sq")
+
+    def update(self, regions: Sequence[Region], update: Update) -> None:
+        if all(has_kernel("adamw", region.main_param) for region in regions):
+            for region in regions:
+                self._update_by_kernel(region, update)
+        else:
+            super().update(regions, update)
+
+    def _update_by_kernel(self, region: Region, update: Update) -> None:
+        """Update a region in one pass, whatever the types of its gradient and states."""
+        from parallax.kernels.adamw.kernel import adamw_  # here, for it needs triton, which only a GPU needs
+
+        adamw_(
+            region.main_param,
+            region.main_grad,
+            region.states["exp_avg"],
+            region.states["exp_avg_sq"],
+            None,  # the model's parameters are rounded from it when they are spread
+            region.step,
+            None if update.clip is None else update.clip.float(),
+            update.skip,
+            learning_rate=update.learning_rate,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decay=self.weight_decay if region.decays else 0.0,
+        )
 
     def _update(self, regions: Sequence[Region], update: Update, decays: bool) -> None:
         adamw(

@@ -90,14 +90,15 @@ def test_the_three_products_of_every_backend_are_those_of_the_reference(
 
 
 def test_adamw_equals_its_reference() -> None:
-    choices = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    choices = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     for moments, count in itertools.product((torch.float32, torch.bfloat16), (1, 1 << 20, 12345)):
         results = []
         for module in (adamw, adamw_reference):
             state = [random(count, seed=seed, device="cuda") for seed in range(4)]
             state[2:] = [state[2].to(moments), state[3].abs().to(moments)]
             copy = torch.empty(count, dtype=torch.bfloat16, device="cuda")
-            module.adamw_(*state, copy, torch.tensor(0.5, device="cuda"), **choices)
+            steps, clip = torch.tensor(2.0, device="cuda"), torch.tensor(0.5, device="cuda")
+            module.adamw_(*state, copy, steps, clip, **choices)
             results.append([*state, copy])
         for one, right in zip(*results, strict=True):
             torch.testing.assert_close(one, right, rtol=2e-6 if one.dtype == torch.float32 else 2**-7, atol=1e-6)

@@ -100,8 +100,8 @@ def adamw_case(moments: str) -> Case:
         "exp_avg_sq": moments,
         "parameter": "*bf16",
     }
-    types |= {"clip": "*fp32", "count": "i32"}
-    scalars = ("learning_rate", "decay", "beta1", "beta2", "eps", "inverse1", "inverse2")
+    types |= {"step": "*fp32", "clip": "*fp32", "skip": "*fp32", "count": "i32"}
+    scalars = ("learning_rate", "decay", "beta1", "beta2", "log_beta1", "log_beta2", "eps")
     types |= dict.fromkeys(scalars, "fp32")
     return Case(adamw._adamw, types, {"COPY": True, "BLOCK": adamw.BLOCK}, adamw.WARPS)
 

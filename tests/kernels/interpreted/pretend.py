@@ -30,9 +30,9 @@ def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *names: str) -> lis
     def watch(name: str) -> None:
         function = getattr(module, name)
 
-        def watched(*arguments: Any) -> Any:
+        def watched(*arguments: Any, **named: Any) -> Any:
             calls.append(name)
-            return function(*arguments)
+            return function(*arguments, **named)
 
         monkeypatch.setattr(module, name, watched)
 
