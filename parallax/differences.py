@@ -16,7 +16,7 @@ HARMLESS = frozenset(
     "data tokenizer valid tp pp dp sp schedule schedule_costs chunks pipeline_layout zero zero_group overlap_param_gather "
     "micro_batch recompute loss_chunk steps tokens out resume save_every log_every eval_every eval_steps trace_pipeline profile "
     "timeout config dry_run world_size keep keep_every sync_save exit_after on_bad_step spike_factor max_bad_steps fp8_backend "
-    "kernels offload".split()
+    "kernels offload compile".split()
 )
 
 

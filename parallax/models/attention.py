@@ -7,6 +7,7 @@ attends to what is causal over the whole row, unless the caller hands over `Rows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,7 @@ class ParallelAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=norm_eps, tp=tp, partial=True) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=norm_eps, tp=tp, partial=True) if qk_norm else None
         self.rotary, self.recompute = rotary, recompute
+        self.compiled: Callable[..., torch.Tensor] | None = None  # what follows the norms; see parallax.models.compiled
 
     def forward(self, hidden: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         return self.o_proj(self._mixed(hidden, rows))
@@ -101,6 +103,10 @@ class ParallelAttention(nn.Module):
         query, key, value = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        if self.compiled is not None and self.rotary is not None and rows is None:
+            return self.compiled(
+                query, key, value, *self.rotary.tables(query.shape[1], query.device, query.dtype)
+            ).flatten(2)
         if self.rotary is not None:
             positions = None if rows is None else rows.positions
             query, key = self.rotary(query, positions), self.rotary(key, positions)

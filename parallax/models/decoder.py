@@ -80,6 +80,7 @@ class DecoderStage(nn.Module):
     """
 
     loss_chunk = 0
+    is_compiled = False  # see parallax.models.compiled
     exact_sums = False  # of the head, as of the parallel layers
 
     def __init__(

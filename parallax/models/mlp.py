@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class ParallelMLP(nn.Module):
         )
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, **shared)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **shared)
+        self.compiled: Callable[..., torch.Tensor] | None = None  # the activation; see parallax.models.compiled
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self._features(hidden))
@@ -75,6 +77,6 @@ class ParallelMLP(nn.Module):
     def _features(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor:
         if self.gate_proj is None:
             (up,) = apply_together(hidden, self.up_proj, communicate=communicate)
-            return F.gelu(up, approximate="tanh")
+            return F.gelu(up, approximate="tanh") if self.compiled is None else self.compiled(up)
         gate, up = apply_together(hidden, self.gate_proj, self.up_proj, communicate=communicate)
-        return _swiglu(gate, up)
+        return _swiglu(gate, up) if self.compiled is None else self.compiled(gate, up)

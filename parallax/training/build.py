@@ -65,6 +65,10 @@ def build_train_step(
     )
     for stage in stages.values():
         stage.loss_chunk = training.loss_chunk
+        if training.compile:
+            from parallax.models.compiled import compile_stage  # here, for torch's compiler takes a second to import
+
+            compile_stage(stage)
     fp8_state = None if choice is None else apply_recipe(stages.values(), fp8.recipe, choice, mesh)
     named: dict[str, NamedParameter] = {}  # a rank's stages may share the embedding
     for stage in stages.values():

@@ -112,6 +112,7 @@ class _Loop:
         self.issued: deque[_Issued] = deque()
         self.watch = Stopwatch()
         self.observer = Observer(run.train_step, run.options, run.out)
+        self._say(self.observer.notices(0))
         self.stop: StopReason | None = None
         self.good: tuple[_Issued, list[float]] | None = None  # the last good step, and its numbers
         self.bad_in_a_row = 0
@@ -147,6 +148,10 @@ class _Loop:
         run.saves.finish()
         assert saved == state.step, (saved, state)
 
+    def _say(self, notices: Sequence[str]) -> None:
+        for notice in notices:
+            self.run.metrics.say(notice)
+
     def _evaluates(self, step: int) -> bool:
         last = step == self.run.steps
         return bool(self.run.evaluations) and (last or _due(step, self.run.options.eval_every))
@@ -169,8 +174,7 @@ class _Loop:
         self.watch.steps += 1
         run.metrics.advance(state.step)
         self.issued.append(_Issued(state.step, data_step, lr, Report(result.numbers()), result.local))
-        for notice in self.observer.notices(state.step):
-            run.metrics.say(notice)
+        self._say(self.observer.notices(state.step))
 
     def _settle(self, at_once: bool) -> bool:
         """Act on the numbers of the steps that were started, of the newest only if it must be `at_once`.

@@ -35,6 +35,8 @@ class Observer:
         self._is_first = True
         self._memory: dict[str, Any] = {}  # until a line of metrics has it
         self._notices: list[str] = []
+        if any(stage.is_compiled for stage in train_step.runner.stages.values()):
+            self._notices.append("compiling      in the first step, which takes up to a minute longer")
         if train_step.optimizer.offload_is_idle:
             self._notices.append(
                 "offload        nothing to do: on a CPU the optimizer's states are in the host's memory anyway"

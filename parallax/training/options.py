@@ -150,6 +150,9 @@ class TrainingOptions:
     kernels: Literal["on", "off"] = "on"
     """Our own kernels on a GPU; off: PyTorch's operators there too. On a CPU it is those always."""
 
+    compile: bool = False
+    """Have torch.compile make what lies between the products of layers; the first step takes longer for it."""
+
     seed: int = 0
     """Of the initial weights and the data order."""
 

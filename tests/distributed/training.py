@@ -62,6 +62,7 @@ class Case:
     steps: int = 10
     recompute: str = "none"
     loss_chunk: int = 0
+    compiled: bool = False
     precision: str = "fp32"
     pipeline_layout: str | None = None
     zero_group: int | None = None
@@ -90,6 +91,7 @@ class Case:
             micro_batch=2 - self.global_batch % 2,
             recompute="none",
             loss_chunk=0,
+            compiled=False,
             pipeline_layout=None,
         )
 
@@ -104,6 +106,7 @@ def build(mesh: Mesh, case: Case) -> TrainStep:
         precision=case.precision,
         recompute=case.recompute,
         loss_chunk=case.loss_chunk,
+        compile=case.compiled,
         seed=5,
     )
     micro_batches = case.global_batch // (case.micro_batch * mesh.layout.dp)
