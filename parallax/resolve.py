@@ -143,8 +143,15 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
     run = options.run.resolved(_run_name(asked, init))
     problems += replace(options.run, out=run.out).check(None if data_problems else options.data.nothing_held_out)
     problems += options.safety.check(options.run.save_every)
+    for flag, step in (("profile", options.run.profile), ("trace-pipeline", options.run.trace_pipeline)):
+        if step is not None and training.steps is not None and step > training.steps:
+            problems.append(
+                f"--{flag} {step} is after the last step, which is {training.steps}; name one of the run's steps"
+            )
     if options.optimizer.offload != "none" and options.safety.sync_save:
-        problems.append("--sync-save sends states from the GPU, where --offload optimizer has none; leave one of them out")
+        problems.append(
+            "--sync-save sends states from the GPU, where --offload optimizer has none; leave one of them out"
+        )
     problems += options.fp8.check(training.precision)
     if model is not None and training.precision == "fp8":
         problems += options.fp8.check_model(linear_layers(model), training.seq_len)

@@ -21,7 +21,14 @@ LEVELS: list[set[str]] = [
     {"parallax.errors", "parallax.flags", "parallax.dtypes", "parallax.journal"},
     {"parallax.kernels"},
     # Schedules and all that is known of one without running it.
-    {"parallax.mesh", "parallax.collectives", "parallax.shared_memory", "parallax.meeting", "parallax.roll_call", "parallax.start"}
+    {
+        "parallax.mesh",
+        "parallax.collectives",
+        "parallax.shared_memory",
+        "parallax.meeting",
+        "parallax.roll_call",
+        "parallax.start",
+    }
     | {
         f"parallax.pipeline.{part}"
         for part in ("schedules", "actions", "check", "costs", "lower", "simulator", "split", "tables", "trace", "draw")
