@@ -78,7 +78,7 @@ def _times_of_layer(
     return [
         milliseconds(lambda: layer.fprop(layer.input(x, False), weight, torch.bfloat16, False)),
         milliseconds(lambda: layer.dgrad(layer.gradient(dy, tokens)[0], weight, torch.bfloat16)),
-        milliseconds(lambda: layer.wgrad(for_weight, x, tokens)(total)),
+        milliseconds(lambda: layer.wgrad(for_weight, layer.input_for_wgrad(x, tokens))(total)),
     ]
 
 

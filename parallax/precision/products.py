@@ -11,7 +11,7 @@ the wrong dim. Tiles along tokens begin anew with each sample, so that no micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -76,10 +76,18 @@ class Products:
     slots: Slots | None = None
     weights: WeightCache = field(default_factory=WeightCache)
 
-    def input(self, rows: torch.Tensor, record: bool) -> Operand:
-        """Return `[tokens, in]` for fprop. record: whether this is a forward of training, whose amax counts."""
+    def input(self, rows: torch.Tensor, record: bool, readers: Sequence[Products] = ()) -> Operand:
+        """Return `[tokens, in]` for fprop. record: whether this is a forward of training, whose amax counts.
+
+        readers: other layers that read the same input, and have its amax too.
+        """
+        if record and self.slots is not None:
+            self.slots.record("input", rows)
+            for other in readers:
+                assert other.slots is not None
+                other.slots.follow("input", self.slots)
         if self.slots is not None:
-            return self._delayed("input", rows, record)
+            return self._delayed("input", rows, record=False)
         return self._tiles(rows, ROW, "e4m3", columns=self.inputs)
 
     def fprop(self, input: Operand, weight: torch.Tensor, dtype: torch.dtype, record: bool) -> torch.Tensor:
@@ -103,15 +111,17 @@ class Products:
         """Return `[tokens, in]`."""
         return self._multiply(gradient, self._weight(weight, record=False)[1], dtype)
 
-    def wgrad(self, gradient: Operand, rows: torch.Tensor, length: int) -> Callable[[torch.Tensor], None]:
-        """Return what adds dW to an fp32 `[out, in]`; it holds on to the operands in FP8 only.
-
-        gradient: the second of what `gradient` returned. rows: the layer's input, `[tokens, in]`.
-        """
+    def input_for_wgrad(self, rows: torch.Tensor, length: int) -> Operand:
+        """Return the layer's input `[tokens, in]` quantised and transposed. length: tokens of a sample."""
         if self.slots is not None:
-            input = self._delayed("input", rows, record=False).t()
-        else:
-            input = self._along_tokens(rows, length, "e4m3")
+            return self._delayed("input", rows, record=False).t()
+        return self._along_tokens(rows, length, "e4m3")
+
+    def wgrad(self, gradient: Operand, input: Operand) -> Callable[[torch.Tensor], None]:
+        """Return what adds dW to an fp32 `[out, in]`; it holds on to the operands, in FP8, and to nothing else.
+
+        gradient: the second of what `gradient` returned. input: what `input_for_wgrad` did.
+        """
         check_pair(gradient, input)
         return lambda total: self.backend.multiply_add_(total, gradient, input)
 

@@ -129,3 +129,9 @@ class Slots:
         if x.numel():
             amax = self.scales.amax[self.index, TENSORS.index(tensor)]
             amax.copy_(torch.maximum(amax, x.abs().amax()))
+
+    def follow(self, tensor: str, other: Slots) -> None:
+        """Take the amax that another layer has of the same tensor."""
+        column = TENSORS.index(tensor)
+        mine, theirs = self.scales.amax[self.index, column], other.scales.amax[other.index, column]
+        mine.copy_(torch.maximum(mine, theirs))

@@ -41,10 +41,10 @@ def _type_of_parts(products: Products, otherwise: torch.dtype) -> torch.dtype:
 
 
 def _weight_gradient(
-    products: Products, sink: Any, gradient: Operand, input: torch.Tensor, weight: torch.Tensor
+    products: Products, sink: Any, gradient: Operand, input: Operand, weight: torch.Tensor
 ) -> torch.Tensor | None:
-    """Hand dW to the weight's sink, or return it where there is none. input: `[batch, seq, in]`."""
-    add_product = products.wgrad(gradient, _rows(input), input.shape[SEQUENCE_DIM])
+    """Hand dW to the weight's sink, or return it where there is none."""
+    add_product = products.wgrad(gradient, input)
     if sink is not None:
         sink.add(add_product)
         return None
@@ -73,12 +73,10 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(input, *weights)
         whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
         rows = _rows(whole)
-        operands = [product.input(rows, record) for product in (products if products[0].slots else products[:1])]
+        operand = products[0].input(rows, record, readers=products[1:])
         outputs = []
-        for index, (product, weight, bias) in enumerate(
-            zip(products, weights, parameters[len(products) :], strict=True)
-        ):
-            output = product.fprop(operands[index % len(operands)], weight, weight.dtype, record)
+        for product, weight, bias in zip(products, weights, parameters[len(products) :], strict=True):
+            output = product.fprop(operand, weight, weight.dtype, record)
             output = output if bias is None else output + bias
             outputs.append(output.view(*whole.shape[:-1], output.shape[-1]))
         return tuple(outputs)
@@ -113,8 +111,9 @@ class _ColumnParallel(torch.autograd.Function):
         elif grad_input is not None:
             reducing = all_reduce_start(grad_input, tp)
         needs = ctx.needs_input_grad[5:]
+        operand = products[0].input_for_wgrad(_rows(input), length) if any(needs[: len(weights)]) else None
         grad_weights = [
-            _weight_gradient(product, sink, gradient, input, weight) if need else None
+            _weight_gradient(product, sink, gradient, operand, weight) if need and operand is not None else None
             for product, sink, (_, gradient), weight, need in zip(
                 products, ctx.sinks, gradients, weights, needs[: len(weights)], strict=True
             )
@@ -162,9 +161,10 @@ class _RowParallel(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             grad_input = products.dgrad(for_input, weight, input.dtype).view(input.shape)
-        grad_weight = (
-            _weight_gradient(products, ctx.sink, for_weight, input, weight) if ctx.needs_input_grad[5] else None
-        )
+        grad_weight = None
+        if ctx.needs_input_grad[5]:
+            operand = products.input_for_wgrad(_rows(input), input.shape[SEQUENCE_DIM])
+            grad_weight = _weight_gradient(products, ctx.sink, for_weight, operand, weight)
         return grad_input, None, None, None, None, grad_weight
 
 

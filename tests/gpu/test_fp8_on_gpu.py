@@ -77,7 +77,7 @@ def test_the_three_products_of_every_backend_are_those_of_the_reference(
         layer = Products(recipe, backend)
         for_input, for_weight = layer.gradient(dy, tokens)
         total = torch.zeros(outputs, inputs, device="cuda")
-        layer.wgrad(for_weight, x, tokens)(total)
+        layer.wgrad(for_weight, layer.input_for_wgrad(x, tokens))(total)
         input = layer.input(x, record=False)
         return [layer.fprop(input, weight, torch.float32, False), layer.dgrad(for_input, weight, torch.float32), total]
 

@@ -123,7 +123,7 @@ def products(backend: Any, tokens: int, outputs: int, inputs: int, length: int, 
     x, weight, dy = random(tokens, inputs), random(outputs, inputs, seed=1), random(tokens, outputs, seed=2)
     for_input, for_weight = layer.gradient(dy, length)
     total = torch.ones(outputs, inputs)
-    layer.wgrad(for_weight, x, length)(total)
+    layer.wgrad(for_weight, layer.input_for_wgrad(x, length))(total)
     return [
         layer.fprop(layer.input(x, record=False), weight, torch.float32, record=False),
         layer.dgrad(for_input, weight, torch.float32),

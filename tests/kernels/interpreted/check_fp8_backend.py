@@ -24,7 +24,7 @@ def test_all_three_products_equal_the_reference(
         x, weight, dy = random(tokens, inputs), random(outputs, inputs, seed=1), random(tokens, outputs, seed=2)
         for_input, for_weight = layer.gradient(dy, length)
         total = torch.ones(outputs, inputs)
-        layer.wgrad(for_weight, x, length)(total)
+        layer.wgrad(for_weight, layer.input_for_wgrad(x, length))(total)
         operand = layer.input(x, record=False)
         results.append(
             [layer.fprop(operand, weight, torch.float32, False), layer.dgrad(for_input, weight, torch.float32), total]
