@@ -54,6 +54,18 @@ def ranks_of(launcher: int) -> list[int]:
     return found
 
 
+def processes_with(text: str) -> list[int]:
+    """Return the processes whose command line has `text` in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
 def newest_step(out: Path) -> int:
     return max((step for step, _ in list_checkpoints(out / "checkpoints")), default=0)
 
@@ -120,11 +132,13 @@ def main() -> None:
                     time.sleep(0.1)  # until the launcher has started them all again
         assert launcher.wait() == 0, (folder / "broken.log").read_text()[-3000:]
         leftovers = [path.name for path in (broken / "checkpoints").iterdir() if path.name.endswith(".partial")]
+        leftovers += [f"process {pid}" for pid in processes_with(str(broken))]
         print(
             f"{len(moments)} kills, {moments.count('during a save')} during a save, {time.monotonic() - started:.0f} s; "
             f"weights and states equal: {sums(whole) == sums(broken)}; "
             f"{len(losses(whole))} losses equal: {losses(whole) == losses(broken)}; "
-            f"left over: {leftovers + sorted(set(os.listdir('/dev/shm')) - memory_before) or 'nothing'}"
+            f"left over: {leftovers or 'nothing'}; new in /dev/shm, by whoever uses this machine: "
+            f"{sorted(set(os.listdir('/dev/shm')) - memory_before) or 'nothing'}"
         )
         if sums(whole) != sums(broken) or losses(whole) != losses(broken) or leftovers:
             sys.exit(1)
