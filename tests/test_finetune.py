@@ -12,7 +12,7 @@ import torch
 
 import finetune_sft
 import pretrain
-from parallax.config import FinetuneOptions, RunConfig
+from parallax.config import FinetuneOptions, PretrainOptions, RunConfig
 from parallax.data.order import DataOrder
 from parallax.mesh import Layout, Mesh
 from parallax.resolve import read_options, resolve
@@ -20,7 +20,7 @@ from parallax.training.lr import learning_rate
 from tests.data.chat.tokenizers_of_the_test import CHATML, CHATML_WITH_GENERATION, byte_level, save
 from tests.distributed.harness import run_layout
 from tests.training.chats import NUM_CHATS, SMOL, chat, run, save_model, write_chats
-from tests.training.runs import before_data, contents
+from tests.training.runs import before_data, contents, metrics
 
 transformers = pytest.importorskip("transformers", reason="the reference; the test extra brings it")
 ROOT = Path(__file__).parents[1]
@@ -247,3 +247,24 @@ def test_a_run_says_when_it_is_of_the_other_program(folder: Path, capsys: pytest
             f"{words} --data {folder}/text.txt --resume auto".replace(f"--data {folder}/chats.jsonl ", "").split()
         )
     assert "program was finetune_sft.py and is now pretrain.py" in capsys.readouterr().err
+
+
+def test_pretraining_goes_on_from_a_model_of_transformers(folder: Path) -> None:
+    (folder / "text.txt").write_text("hello there, hello world: what is it? it is a test. " * 200)
+    words = f"--init {folder}/smol --data {folder}/text.txt --seq-len 32 --steps 1 --eval-every 0 --global-batch 4"
+    options, _ = read_options(words.split(), PretrainOptions)
+    config = resolve(options, 1)
+    assert config.out == Path("runs/smol-pretrain") and config.model_config.vocab_size == 400
+    data = pretrain.prepare_data(config.data, 32)
+    run_layout(Layout(), pretrain_once, words, timeout=120)
+    (row,) = metrics(config.out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "smol", dtype=torch.float32)
+    batches = finetune_sft.BatchLoader(data.train, 0, 4, 4).micro_batches(0)
+    logits = model(batches[0]["input_ids"]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batches[0]["labels"].flatten())
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def pretrain_once(mesh: Mesh, words: str) -> None:
+    config = resolve(read_options(words.split(), PretrainOptions)[0], 1)
+    pretrain.train(config, pretrain.prepare_data(config.data, 32), mesh)
