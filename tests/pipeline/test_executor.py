@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy
 import pytest
@@ -54,6 +55,56 @@ def test_losses_gradients_and_peak_equal_the_plain_model_and_the_simulator(sched
     for mine, right in zip(gradients_of(layers), gradients, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-14)
     assert tuple(executor.peak_in_flight for executor in executors) == simulate(schedule).peak_in_flight
+
+
+class Storages:
+    """How many storages of a rank's saved activations are alive, and were at most."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+
+    def make(self) -> torch.Tensor:
+        array = numpy.zeros(1)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(array, self._let_go)
+        return torch.from_numpy(array)
+
+    def _let_go(self) -> None:
+        self.alive -= 1
+
+
+class SavesOne(torch.autograd.Function):
+    """The identity, with a tensor saved for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
+        ctx.save_for_backward(storages.make())
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * (1 + ctx.saved_tensors[0]), None
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_as_many_activations_are_alive_on_each_rank_as_the_simulator_says(sizes: tuple[int, int]) -> None:
+    for schedule in tables(*sizes):
+        layers, batch = make_layers(schedule.num_stages), make_batch(schedule.num_micro_batches)
+        executors = executors_in_process(schedule, make_stages(layers, batch))
+        of_ranks = [Storages() for _ in executors]
+        for executor, storages in zip(executors, of_ranks, strict=True):
+            executor.stages = {
+                index: lambda tensor, number, stage=stage, storages=storages: SavesOne.apply(
+                    stage(tensor, number), storages
+                )
+                for index, stage in executor.stages.items()
+            }
+        for _ in range(2):
+            _, stuck = run_in_process(executors)
+            assert not stuck
+            assert tuple(storages.most for storages in of_ranks) == simulate(schedule).peak_in_flight, schedule
+            assert not any(storages.alive for storages in of_ranks)
 
 
 def test_a_rank_with_two_stages_hands_over_to_itself_and_may_feed_micro_batches_from_both_ends() -> None:
