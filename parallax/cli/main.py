@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from parallax.cli import checkpoint, data, generate, schedule
-from parallax.errors import ConfigError, exit_with_problems
+from parallax.errors import EXIT_INTERRUPTED, ConfigError, exit_with_problems
 
 PROGRAM = "parallax"
 
@@ -51,6 +51,8 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except ConfigError as error:
         exit_with_problems(error.problems, PROGRAM)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read the output, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0

@@ -253,6 +253,16 @@ def test_the_command_is_installed_and_its_help_needs_no_torch() -> None:
     assert "rank 1" in done.stdout
 
 
+def test_ctrl_c_ends_a_command_with_status_130_and_no_traceback(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parallax.cli.schedule.check_schedule", interrupted)
+    assert run(capsys, "schedule simulate gpipe --stages 2 --micro-batches 2") == (130, "", "")
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = [
         sys.executable,
