@@ -53,7 +53,7 @@ def _rank_main(
         pipe.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
 
 
-def run_layout(layout: Layout, function: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_layout(layout: Layout, function: Callable, *args: Any, timeout: float = 180.0) -> list[Any]:
     """Run `function(mesh, *args)` on every rank of `layout` in its own process; return the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
@@ -99,6 +99,6 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def run_ranks(ranks: int, function: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(ranks: int, function: Callable, *args: Any, timeout: float = 180.0) -> list[Any]:
     """Run `function(mesh, *args)` on `ranks` ranks along dp."""
     return run_layout(Layout(dp=ranks), function, *args, timeout=timeout)
