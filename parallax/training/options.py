@@ -17,6 +17,7 @@ from parallax.pipeline.actions import Schedule
 from parallax.pipeline.costs import Costs
 from parallax.pipeline.schedules import ALL_SCHEDULES, make_schedule
 from parallax.pipeline.schedules.automatic import Choice, choose_schedule
+from parallax.pipeline.split import parse_layout
 from parallax.pipeline.tables import read_schedule
 from parallax.pipeline.trace import read_trace
 
@@ -87,7 +88,18 @@ class ParallelOptions:
         """Return what --schedule auto finds best of those that hold each stage once, and why."""
         costs = Costs() if self.schedule_costs is None else read_trace(self.schedule_costs).share_costs()
         once = [name for name, record in ALL_SCHEDULES.items() if not record.holds_twice]
-        return choose_schedule(self.pp, num_micro_batches, costs, names=once, most_stages=num_layers)
+        text = self.pipeline_layout
+        if text is None:
+            return choose_schedule(self.pp, num_micro_batches, costs, names=once, most_stages=num_layers)
+
+        def cut(stages: int) -> list[range]:
+            return parse_layout(text, num_layers, stages, self.pp)
+
+        try:
+            return choose_schedule(self.pp, num_micro_batches, costs, names=once, cut=cut)
+        except ConfigError:
+            cut(self.pp)  # what is wrong with the layout, rather than why each of the schedules cannot use it
+            raise
 
     def make_schedule(self, num_micro_batches: int, num_layers: int) -> Schedule:
         """Return the table of a step's actions; raises ConfigError if there is none for these sizes, or the file is wrong."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from parallax.errors import ConfigError
 from parallax.pipeline import ALL_SCHEDULES, Costs, Memory, make_schedule, simulate
 from parallax.pipeline.schedules.automatic import choose_schedule, compare_schedules
+from parallax.training.options import ParallelOptions
 
 
 def chosen(*arguments, **options) -> str:
@@ -105,3 +106,18 @@ def test_no_schedule_is_more_than_a_hundredth_faster_than_the_one_chosen(
             other = simulate(schedule, costs.split(schedule.num_stages / ranks)).makespan
             assert choice.chosen.played.makespan <= 1.01 * other
     assert choice.why.startswith(f"{choice.chosen}: a step takes ")
+
+
+def test_a_layout_that_is_given_leaves_the_schedules_that_it_fits() -> None:
+    def choose(layout: str, pp: int = 4) -> str:
+        return ParallelOptions(pp=pp, schedule="auto", pipeline_layout=layout).choose_schedule(8, num_layers=8).name
+
+    assert choose("Et*2|t*2|t*2|t*2L") == "zb-v"  # each part cut into two stages
+    assert choose("Et|t*3|t*3|tL") == "zb-h1"
+    assert choose("E|t*4|t*4|L") == "zb-h1"  # more stages than have layers
+    assert choose("E|t|t|t|t|t*2|t*2|L", pp=2) == "interleaved"
+    with pytest.raises(ConfigError) as caught:
+        choose("Et*4|t*4L")
+    assert caught.value.problems == [
+        "--pipeline-layout 'Et*4|t*4L': it describes 2 stages and 4 are asked for (--pp); put 3 '|' in it"
+    ]

@@ -99,12 +99,14 @@ def compare_schedules(
     *,
     names: Iterable[str] = ALL_SCHEDULES,
     most_stages: int | None = None,
+    cut: Callable[[int], object] | None = None,
 ) -> tuple[list[Candidate], list[str]]:
     """Simulate all schedules; returns those that these sizes can use, fastest first, and a sentence for each other.
 
     costs, memory: of a rank's whole share of the model; or functions that give, for a number of stages, those of a stage.
     names: of the schedules to try.
     most_stages: into how many the model can be cut: its layers.
+    cut: cuts it into a number of stages; raises ConfigError where that cannot be, and the schedule is left out.
     """
     candidates, left_out = [], []
     for name in names:
@@ -115,6 +117,8 @@ def compare_schedules(
                 if most_stages is not None and stages > most_stages:
                     raise ConfigError(f"schedule {name} needs {stages} stages, and there are {most_stages} layers")
                 schedule = make_schedule(name, num_ranks, num_micro_batches, chunks)
+                if cut is not None:
+                    cut(stages)
                 stage_costs = costs.split(stages / num_ranks) if isinstance(costs, Costs) else costs(stages)
                 stage_memory = (
                     memory.split(stages / num_ranks) if isinstance(memory, Memory) else memory and memory(stages)
@@ -134,6 +138,7 @@ def choose_schedule(
     memory_limit: float | None = None,
     names: Iterable[str] = ALL_SCHEDULES,
     most_stages: int | None = None,
+    cut: Callable[[int], object] | None = None,
 ) -> Choice:
     """Return the schedule to use; arguments as in `compare_schedules`.
 
@@ -142,7 +147,7 @@ def choose_schedule(
     """
     assert memory_limit is None or memory is not None, "a limit needs the bytes of a stage"
     found, left_out = compare_schedules(
-        num_ranks, num_micro_batches, costs, memory, names=names, most_stages=most_stages
+        num_ranks, num_micro_batches, costs, memory, names=names, most_stages=most_stages, cut=cut
     )
     if not found:
         raise ConfigError(left_out)
