@@ -41,7 +41,8 @@ class Pipeline:
         stages to be given, since other ranks may have the others.
     spec: shape and type of what stages hand on; None: the first step finds out.
 
-    Made by all ranks together. Raises ConfigError if the schedule has no table for these sizes or a stage is missing.
+    Made by all ranks together. Raises ConfigError if the schedule has no table for these sizes, or is another's, or a stage is
+    missing.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class Pipeline:
     ) -> None:
         if isinstance(schedule, str):
             schedule = make_schedule(schedule, mesh.layout.pp, num_micro_batches, num_chunks)
+        if schedule.forward_only or schedule.num_micro_batches != num_micro_batches:
+            raise ConfigError(
+                f"schedule {schedule.name} is for {schedule.num_micro_batches} micro-batches"
+                f"{' without backwards' if schedule.forward_only else ''}; a table with backwards for {num_micro_batches} is needed"
+            )
         given = dict(stages) if isinstance(stages, Mapping) else dict(enumerate(stages))
         if not isinstance(stages, Mapping) and len(given) != schedule.num_stages:
             raise ConfigError(

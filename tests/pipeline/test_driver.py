@@ -11,7 +11,7 @@ from torch import nn
 
 from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
-from parallax.pipeline import ALL_SCHEDULES, DualPipe, Pipeline, make_schedule
+from parallax.pipeline import ALL_SCHEDULES, DualPipe, Pipeline, forward_only, make_schedule
 from parallax.tensor_parallel.linear import ColumnParallelLinear
 from tests.distributed.harness import run_layout
 
@@ -209,6 +209,8 @@ def refusals(mesh: Mesh) -> list[str]:
     for attempt in (
         lambda: DualPipe(make_stages(3), mesh, 8),
         lambda: Pipeline({5: nn.Linear(2, 2)}, mesh, "1f1b", 8),
+        lambda: Pipeline(make_stages(1), mesh, make_schedule("1f1b", 1, 4), 8),
+        lambda: Pipeline(make_stages(1), mesh, forward_only(1, 8), 8),
         lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step(torch.ones(9, WIDTH), None, nn.functional.mse_loss),
         lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step(None, None, nn.functional.mse_loss),
     ):
@@ -219,7 +221,9 @@ def refusals(mesh: Mesh) -> list[str]:
 
 
 def test_what_does_not_fit_is_one_sentence() -> None:
-    ((odd, missing, uneven, nothing),) = run_layout(Layout(), refusals)
+    ((odd, missing, other, forwards, uneven, nothing),) = run_layout(Layout(), refusals)
+    assert other == "schedule 1f1b is for 4 micro-batches; a table with backwards for 8 is needed"
+    assert forwards.endswith("is for 8 micro-batches without backwards; a table with backwards for 8 is needed")
     assert odd == "schedule dualpipe needs an even number of ranks (--pp), not 1; use 2, or dualpipev"
     assert missing.endswith("but stage 0 is not given")
     assert uneven == "inputs of 9 rows cannot be cut into 8 equal micro-batches"
