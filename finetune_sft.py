@@ -17,7 +17,7 @@ from parallax.data.chat.prepare import PreparedChats, prepare_chats
 from parallax.data.loader import BatchLoader
 from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
-from parallax.mesh import Mesh, connect
+from parallax.mesh import Mesh, connect, leave
 from parallax.resolve import parse_finetune
 from parallax.training.lr import learning_rate
 
@@ -131,4 +131,4 @@ def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

@@ -17,7 +17,7 @@ from parallax.data.loader import BatchLoader
 from parallax.data.prepare import PreparedData, prepare_data
 from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
-from parallax.mesh import Mesh, connect
+from parallax.mesh import Mesh, connect, leave
 from parallax.resolve import parse_pretrain
 from parallax.training.lr import learning_rate
 
@@ -131,4 +131,4 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

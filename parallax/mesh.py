@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallax.errors import LostRank, exit_for_lost_rank
 from parallax.journal import Journal
@@ -333,3 +334,23 @@ def _launchers_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
     token = agree_on_start(dist.PrefixStore("parallax/start", store), rank, world_size, timeout_seconds)
     return dist.PrefixStore(f"parallax/{token}", store)
+
+
+def leave(main: Callable[[], None]) -> NoReturn:
+    """Run an entry point and end the process with its exit status, without the interpreter's own end where there are more ranks.
+
+    A thread of gloo may still be letting go of the tensors of the last collective; when it needs the interpreter while that is
+    being taken down, the process aborts, after all is done (pytorch pull request 179291).
+    """
+    status: int | str | None = 0
+    try:
+        main()
+    except SystemExit as exit:
+        status = exit.code
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(status)
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if isinstance(status, str) else status or 0)
