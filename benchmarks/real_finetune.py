@@ -40,6 +40,9 @@ QUESTION = "What does len() return in Python?"
 
 def main() -> None:
     options = parse()
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # read when torch is imported: spinning threads are slow on a busy CPU
     print("  ".join(f"{name}: {value}" for name, value in describe_machine().items()), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "chats.jsonl"
