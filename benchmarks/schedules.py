@@ -57,6 +57,7 @@ def main() -> None:
 def run(plan: dict[str, Any], where: Any = None, bits_per_second: float | None = None) -> list[list[Any]]:
     """Run the ranks of a plan, in namespaces if `where` makes them, and return what rank 0 says."""
     world = plan["pp"] * plan.get("tp", 1)
+    plan = {"over_links": where is not None, **plan}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

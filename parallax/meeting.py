@@ -37,11 +37,11 @@ from typing import NoReturn
 from parallax.errors import LostRank
 
 _SYS_FUTEX = 202  # x86-64
-_FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
+_FUTEX_WAIT, _FUTEX_WAKE, _FUTEX_WAKE_OP = 0, 1, 5
 _OP_ADD, _CMP_EQ = 1, 0
 _COUNTERS = 4
 _LINE = 64  # bytes of a cache line: no two counters share one
-_SPIN = 100  # looks at the counter before sleeping, about 5 microseconds
+SPIN = 100  # looks at the counter before sleeping, about 5 microseconds
 _LOOK_SECONDS = 0.2  # between looks at who is alive
 _HEADER = struct.Struct("<IIQQ")  # kind, dtype, elements, source
 MAX_RANKS = 2047  # what FUTEX_WAKE_OP can compare with
@@ -63,14 +63,14 @@ def why_not() -> str | None:
         os.close(os.pidfd_open(os.getpid()))
         os.close(os.memfd_create("parallax"))
         words = (ctypes.c_uint32 * 2)()
-        _Futex().add(ctypes.addressof(words), ctypes.addressof(words) + 4, 1)
+        Futex().add(ctypes.addressof(words), ctypes.addressof(words) + 4, 1)
     except OSError as error:
         return f"the kernel refuses pidfd_open, memfd_create or futex ({error})"
     return None
 
 
-class _Futex:
-    """The two calls, on addresses."""
+class Futex:
+    """The calls, on addresses."""
 
     def __init__(self) -> None:
         self._call = ctypes.CDLL(None, use_errno=True).syscall
@@ -85,6 +85,11 @@ class _Futex:
         operation = _OP_ADD << 28 | _CMP_EQ << 24 | 1 << 12 | (ranks - 1)
         if self._call(_SYS_FUTEX, unused, _FUTEX_WAKE_OP, 1, 0x7FFFFFFF, counter, operation) < 0:
             raise OSError(ctypes.get_errno(), "FUTEX_WAKE_OP failed")
+
+    def wake(self, counter: int) -> None:
+        """Wake all who wait for the counter, which the caller has changed."""
+        if self._call(_SYS_FUTEX, counter, _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0) < 0:
+            raise OSError(ctypes.get_errno(), "FUTEX_WAKE failed")
 
     def wait(self, counter: int, seen: int) -> bool:
         """Sleep if the counter is still `seen`; return whether it was for the whole tick."""
@@ -125,7 +130,7 @@ class Meeting:
     ) -> None:
         self.name, self.members, self.rank, self.ranks = name, members, rank, len(members)
         self.timeout_seconds, self._segment, self._tell = timeout_seconds, segment, tell
-        self._futex = _Futex()
+        self._futex = Futex()
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment))
         self._addresses = [base + _LINE * counter for counter in range(_COUNTERS)]
         self._unused = base + _LINE * _COUNTERS
@@ -172,7 +177,7 @@ class Meeting:
         self._futex.add(self._unused, self._addresses[counter], self.ranks)
         self._arrivals[self.rank] = self._meetings
         counters, word = self._counters, counter * (_LINE // 4)
-        for _ in range(_SPIN):
+        for _ in range(SPIN):
             if counters[word] == self.ranks:
                 break
         else:
@@ -185,7 +190,7 @@ class Meeting:
         while (seen := self._counters[word]) != self.ranks:
             if not self._futex.wait(address, seen):
                 continue
-            dead = [rank for rank in self._dead() if self._arrivals[rank] < self._meetings]
+            dead = [rank for rank in self.find_dead() if self._arrivals[rank] < self._meetings]
             late = time.monotonic() >= deadline
             if not (dead or late) or self._counters[word] == self.ranks:
                 continue
@@ -194,7 +199,8 @@ class Meeting:
             missing = [rank for rank in range(self.ranks) if self._arrivals[rank] < self._meetings]
             self._fail(f"{self._names(missing)} did not come to {self._tell(self._mine)} in {self.timeout_seconds:g} s")
 
-    def _dead(self) -> list[int]:
+    def find_dead(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
         return sorted(self._processes[descriptor] for descriptor, _ in self._poll.poll(0))
 
     def _fail(self, reason: str) -> NoReturn:

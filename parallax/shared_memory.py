@@ -1,6 +1,6 @@
 """The collectives of ranks that share a host's memory: on a CPU many times faster than gloo's sockets (benchmarks/collectives.py).
 
-    segment    counters, headers | 2 x ( slot of rank 0 | slot of rank 1 | ... | sum )
+    segment    counters, headers | lines of parallax/mail.py | 2 x ( slot of rank 0 | slot of rank 1 | ... | sum )
 
 A rank copies its tensor into its slot, all meet (parallax/meeting.py), and each takes what it needs from the others'
 slots. Two sets of slots alternate: who writes into a set has met the others in the other set since, so all have read
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parallax.dtypes import DTYPES
+from parallax.mail import Mail, mail_bytes
 from parallax.meeting import MAX_RANKS, Header, Meeting, control_bytes, why_not
 
 SLOT_BYTES = 1 << 20
@@ -72,7 +73,11 @@ class SharedMemory:
     ) -> None:
         self.rank, self.ranks = rank, len(members)
         self._meeting = Meeting(name, members, rank, pids, segment, timeout_seconds, _tell)
-        slots = torch.frombuffer(segment, dtype=torch.uint8, offset=control_bytes(self.ranks))
+        lines = control_bytes(self.ranks)
+        self.mail: Mail | None = None  # between two ranks; None if there are too many for it
+        if mail_bytes(self.ranks):
+            self.mail = Mail(name, members, rank, pids, segment, lines, timeout_seconds, self._meeting.find_dead)
+        slots = torch.frombuffer(segment, dtype=torch.uint8, offset=_slots_start(self.ranks))
         self._sets = slots.view(2, self.ranks + 1, SLOT_BYTES)
         self._set = 0
         self._header: Header | None = None  # of a call that begins with the next meeting
@@ -215,8 +220,13 @@ def _home() -> list[str]:
     ]
 
 
+def _slots_start(ranks: int) -> int:
+    start = control_bytes(ranks) + mail_bytes(ranks)
+    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _segment_bytes(ranks: int) -> int:
-    return control_bytes(ranks) + 2 * (ranks + 1) * SLOT_BYTES
+    return _slots_start(ranks) + 2 * (ranks + 1) * SLOT_BYTES
 
 
 def join(
@@ -237,7 +247,7 @@ def join(
             descriptor = os.memfd_create(f"parallax-{name}")
             os.ftruncate(descriptor, _segment_bytes(ranks))
             token = secrets.token_bytes(_TOKEN_BYTES)
-            os.pwrite(descriptor, token, control_bytes(ranks))  # where a slot will be
+            os.pwrite(descriptor, token, _slots_start(ranks))  # where a slot will be
             mine.update(descriptor=descriptor, token=token.hex())
     try:
         everyone = gather(mine)
@@ -274,7 +284,7 @@ def _map(first: dict[str, Any], ranks: int) -> tuple[mmap.mmap | None, str | Non
             os.close(descriptor)
     except OSError as error:
         return None, f"rank 0's memory cannot be opened ({error})"
-    start = control_bytes(ranks)
+    start = _slots_start(ranks)
     if segment[start : start + _TOKEN_BYTES] != bytes.fromhex(first["token"]):
         return None, "what was opened is not rank 0's memory"
     return segment, None

@@ -24,6 +24,7 @@ LEVELS: list[set[str]] = [
     {
         "parallax.mesh",
         "parallax.collectives",
+        "parallax.mail",
         "parallax.shared_memory",
         "parallax.meeting",
         "parallax.roll_call",

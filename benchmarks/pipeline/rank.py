@@ -19,8 +19,8 @@ def main() -> None:
 
     plan = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    # What is measured goes over the links, so nothing may pass through shared memory.
-    with connect(Layout(tp=plan.get("tp", 1), pp=plan["pp"]), 120.0, shared_memory=False) as mesh:
+    # Where links are measured nothing may pass through shared memory.
+    with connect(Layout(tp=plan.get("tp", 1), pp=plan["pp"]), 120.0, shared_memory=not plan["over_links"]) as mesh:
         contestants = {}
         for who, name, micro_batches, changes in plan["contestants"]:
             make = parallax if who == "parallax" else torch_pipelining

@@ -34,7 +34,8 @@ from parallax.pipeline.check import check_schedule
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
 from parallax.pipeline.recorder import Recorder
 from parallax.pipeline.segments import Steps, Trace, alone, backward_steps, forward_steps, in_turn
-from parallax.pipeline.transport import ActivationSpec, GroupTransport, Transport
+from parallax.pipeline.shared_transport import make_transport
+from parallax.pipeline.transport import ActivationSpec, Transport
 from parallax.tensor_parallel.segments import Segment
 from parallax.tensor_parallel.weight_gradients import WeightQueue
 
@@ -116,7 +117,7 @@ class PipelineExecutor:
         self._in_flight = 0
         self._early: WeakKeyDictionary[Program, tuple[Step, ...]] = WeakKeyDictionary()
         if transport is None and pp is not None:
-            transport = GroupTransport(pp, torch.device(device), spec)
+            transport = make_transport(pp, torch.device(device), spec)
         self._transport = transport
         self.program = self.prepare(schedule)
 

@@ -1,7 +1,8 @@
 """Point-to-point messages between the ranks of a pipeline: sends that never block, receives posted ahead.
 
-Two ways, by what the backend can do:
+Three ways, by what the ranks have between them:
 
+    memory  ranks of one host on CPUs (parallax/pipeline/shared_transport.py): a send is a copy, found by its tag.
     gloo    each message has its tag, so receives are posted in any order, as early as the executor likes. Bytes move
             in the background once the receive is posted, and not before.
     NCCL    no tags: both ends issue their operations in the one order that lowering gives. Forward and backward
@@ -29,11 +30,11 @@ import torch.distributed as dist
 from parallax.collectives import backend_reason
 from parallax.dtypes import DTYPES
 from parallax.errors import ConfigError, LostRank
+from parallax.mail import MAX_DIMS
 from parallax.mesh import Group
 from parallax.pipeline.lower import Message
 
-_MAX_DIMS = 8
-_HEADER_LENGTH = 2 + _MAX_DIMS  # dtype, number of dims, dims
+_HEADER_LENGTH = 2 + MAX_DIMS  # dtype, number of dims, dims
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,43 @@ class Transport(Protocol):
         ...
 
 
+class Boundaries:
+    """What is handed on over each boundary between stages: the same shape and dtype in every micro-batch and step."""
+
+    def __init__(self, spec: ActivationSpec | None) -> None:
+        self._spec = spec
+        self._learned: dict[tuple[int, int], ActivationSpec] = {}
+
+    def spec_of(self, message: Message) -> ActivationSpec | None:
+        """Return what is known of the messages over this boundary."""
+        return self._spec or self._learned.get(message.boundary)
+
+    def learn(self, message: Message, spec: ActivationSpec) -> None:
+        """Note what the first message over a boundary is."""
+        self._learned[message.boundary] = spec
+
+    def check(self, message: Message, tensor: torch.Tensor) -> None:
+        """Learn from the first message over a boundary; raises ConfigError if a later one is not like it."""
+        spec, known = ActivationSpec(tuple(tensor.shape), tensor.dtype), self.spec_of(message)
+        if known is None:
+            if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
+                raise ConfigError(
+                    f"a stage returned {list(spec.shape)} {spec.dtype}; stages can hand on tensors of at most {MAX_DIMS} "
+                    f"dims of {', '.join(str(dtype) for dtype in DTYPES)}"
+                )
+            self.learn(message, spec)
+        elif spec != known:
+            raise ConfigError(
+                f"the result of {message.producer} is {list(spec.shape)} {spec.dtype}, but the pipeline passes on "
+                f"{list(known.shape)} {known.dtype} there; every micro-batch and step must have the same shape"
+            )
+
+    def lacks_gradient(self, message: Message) -> bool:
+        """Whether this is the gradient of something that has none, so that nothing is sent."""
+        spec = self.spec_of(message)
+        return message.is_gradient and spec is not None and not spec.has_gradient
+
+
 class GroupTransport:
     """Messages over a process group: gloo on a CPU, NCCL on a GPU.
 
@@ -83,48 +121,37 @@ class GroupTransport:
         self, group: Group, device: torch.device, spec: ActivationSpec | None = None, tagged: bool | None = None
     ) -> None:
         assert group.process_group is not None, f"{group} was planned without processes and cannot communicate"
-        self._group, self._device, self._spec = group, device, spec
+        self._group, self._device, self._boundaries = group, device, Boundaries(spec)
         self._tagged = device.type == "cpu" if tagged is None else tagged
         self._forward_group = group.process_group
         self._backward_group = group.backward_process_group or group.process_group
-        self._learned: dict[tuple[int, int], ActivationSpec] = {}
         self._arriving: dict[Message, tuple[torch.Tensor, Any]] = {}
         self._leaving: list[tuple[Message, torch.Tensor, Any]] = []
 
-    def spec_of(self, message: Message) -> ActivationSpec | None:
-        """Return what is known of the messages over this boundary."""
-        return self._spec or self._learned.get(message.boundary)
-
     def needs_order(self, messages: Iterable[Message]) -> bool:
         """Say yes without tags, and while a header has to be waited for before a receive can be posted."""
-        return not self._tagged or any(self.spec_of(message) is None for message in messages)
+        return not self._tagged or any(self._boundaries.spec_of(message) is None for message in messages)
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start to send a stage's output or an input's gradient; raises ConfigError if its shape is not the agreed one."""
-        spec = ActivationSpec(tuple(tensor.shape), tensor.dtype)
-        known = self.spec_of(message)
-        with self._telling(f"sending the result of {message.producer} to pipeline rank {message.target}"):
-            if known is None:
-                self._start_send(message, _encode(spec, self._device), header=True)
-                self._learned[message.boundary] = known = spec
-            if spec != known:
-                raise ConfigError(
-                    f"the result of {message.producer} is {list(spec.shape)} {spec.dtype}, but the pipeline passes on "
-                    f"{list(known.shape)} {known.dtype} there; every micro-batch and step must have the same shape"
-                )
+        is_new = self._boundaries.spec_of(message) is None
+        self._boundaries.check(message, tensor)
+        with telling(self._group, sending(message)):
+            if is_new:
+                self._start_send(message, _encode(tensor), header=True)
             self._start_send(message, tensor.contiguous())
         self._release(lambda sent: False)
 
     def post(self, message: Message) -> None:
         """Start to receive; waits for the header if the shape is not known yet."""
-        with self._telling(_receiving(message)):
-            if self.spec_of(message) is None:
+        with telling(self._group, receiving(message)):
+            spec = self._boundaries.spec_of(message)
+            if spec is None:
                 header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
                 self._start_receive(message, header, header=True).wait()
-                self._learned[message.boundary] = _decode(header)
-            spec = self.spec_of(message)
-            assert spec is not None
-            if message.is_gradient and not spec.has_gradient:
+                spec = _decode(header)
+                self._boundaries.learn(message, spec)
+            if self._boundaries.lacks_gradient(message):
                 return
             buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
             self._arriving[message] = (buffer, self._start_receive(message, buffer))
@@ -132,11 +159,10 @@ class GroupTransport:
     def receive(self, message: Message) -> torch.Tensor | None:
         """Wait for a posted message; on a GPU it is the current stream that waits."""
         if message not in self._arriving:
-            spec = self.spec_of(message)
-            assert spec is not None and message.is_gradient and not spec.has_gradient, f"{message} was not posted"
+            assert self._boundaries.lacks_gradient(message), f"{message} was not posted"
             return None
         buffer, work = self._arriving.pop(message)
-        with self._telling(_receiving(message)):
+        with telling(self._group, receiving(message)):
             work.wait()
         self._release(lambda sent: sent.target == message.source and sent.used_at < message.made_at)
         return buffer
@@ -150,7 +176,7 @@ class GroupTransport:
         kept = []
         for message, tensor, work in self._leaving:
             if is_over(message):
-                with self._telling(f"sending the result of {message.producer} to pipeline rank {message.target}"):
+                with telling(self._group, sending(message)):
                     work.wait()
             elif not work.is_completed():
                 kept.append((message, tensor, work))
@@ -171,34 +197,34 @@ class GroupTransport:
     def _channel(self, message: Message) -> dist.ProcessGroup:
         return self._backward_group if message.is_gradient else self._forward_group
 
-    @contextmanager
-    def _telling(self, doing: str) -> Iterator[None]:
-        """Say in a failed communication's message which process was doing what."""
-        journal = self._group.journal
+
+@contextmanager
+def telling(group: Group, doing: str) -> Iterator[None]:
+    """Say in a failed communication's message which process was doing what."""
+    journal = group.journal
+    if journal is not None:
+        journal.begin(doing, group.name, 0, None)
+    try:
+        yield
         if journal is not None:
-            journal.begin(doing, self._group.name, 0, None)
-        try:
-            yield
-            if journal is not None:
-                journal.end()
-        except RuntimeError as error:
-            here = self._group.rank
-            reason = backend_reason(error)
-            raise LostRank(f"rank {self._group.ranks[here]} (pipeline rank {here}): while {doing}: {reason}") from error
+            journal.end()
+    except RuntimeError as error:
+        here = group.rank
+        reason = backend_reason(error)
+        raise LostRank(f"rank {group.ranks[here]} (pipeline rank {here}): while {doing}: {reason}") from error
 
 
-def _receiving(message: Message) -> str:
+def sending(message: Message) -> str:
+    return f"sending the result of {message.producer} to pipeline rank {message.target}"
+
+
+def receiving(message: Message) -> str:
     return f"receiving the input of {message.consumer} from pipeline rank {message.source}"
 
 
-def _encode(spec: ActivationSpec, device: torch.device) -> torch.Tensor:
-    if spec.dtype not in DTYPES or len(spec.shape) > _MAX_DIMS:
-        raise ConfigError(
-            f"a stage returned {list(spec.shape)} {spec.dtype}; stages can hand on tensors of at most {_MAX_DIMS} "
-            f"dims of {', '.join(str(dtype) for dtype in DTYPES)}"
-        )
-    numbers = [DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=device)
+def _encode(tensor: torch.Tensor) -> torch.Tensor:
+    numbers = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=tensor.device)
 
 
 def _decode(header: torch.Tensor) -> ActivationSpec:

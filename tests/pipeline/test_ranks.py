@@ -59,6 +59,9 @@ def check_cases(mesh: Mesh) -> None:
         for micro_batches in (1, 3, 8):
             check_case(mesh, name, micro_batches)
             check_case(mesh, name, micro_batches, spec=SPEC)
+            for spec in (None, SPEC):
+                tagged = GroupTransport(mesh.pp, mesh.device, spec)
+                check_case(mesh, name, micro_batches, transport=tagged)
             for spec in (None, SPEC) if mesh.layout.dp == 1 else ():
                 untagged = GroupTransport(second, mesh.device, spec, tagged=False)
                 check_case(mesh, name, micro_batches, transport=untagged)

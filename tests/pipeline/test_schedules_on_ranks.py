@@ -80,6 +80,8 @@ def check_all(mesh: Mesh) -> int:
     for schedule in tables(mesh.layout.pp):
         check(mesh, schedule)  # shapes are found out
         check(mesh, schedule, spec=SPEC)
+        for spec in (None, SPEC):  # as between hosts: through sockets
+            check(mesh, schedule, transport=GroupTransport(mesh.pp, mesh.device, spec))
         # As on NCCL: no tags, so messages must pair up by their order alone.
         check(mesh, schedule, transport=GroupTransport(second, mesh.device, SPEC, tagged=False))
     return len(tables(mesh.layout.pp))
