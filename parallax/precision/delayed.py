@@ -50,7 +50,7 @@ class DelayedScaling:
         self.margin, self.fp8_format, self.algorithm = margin, fp8_format, algorithm
         self.amax_history = torch.zeros((amax_history_len, *shape), dtype=torch.float32, device=device)
         self.scale = torch.ones(shape, dtype=torch.float32, device=device)
-        self.num_updates = 0
+        self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def scale_inv(self) -> torch.Tensor:
@@ -63,29 +63,43 @@ class DelayedScaling:
         Warns when one is inf or NaN: it keeps its scale from changing until it has left the history.
         """
         now = torch.as_tensor(amax, dtype=torch.float32, device=self.scale.device).expand(self.scale.shape)
-        if bad := int((~now.isfinite()).sum()):
-            held = len(self.amax_history) if self.algorithm == "max" else 1
-            warnings.warn(
-                f"{bad} of {now.numel()} amaxes are infinite or not a number; their scales stay as they are "
-                f"for the next {held} steps, until these amaxes have left the history",
-                stacklevel=2,
-            )
-        self.amax_history[0] = now
-        greatest = self.amax_history.amax(0) if self.algorithm == "max" else now
+        self.advance(now)
+        if infinite := int((~now.isfinite()).sum()):
+            warnings.warn(self.describe_infinite(infinite), stacklevel=2)
+
+    @torch.no_grad()
+    def advance(self, amax: torch.Tensor, skip: torch.Tensor | None = None) -> None:
+        """Do as `update` does, without a look at the values: nothing waits for the device, and nothing is said.
+
+        amax: fp32, in the shape of `scale`. skip: scalar on the device; where it is not 0 all stays as it is.
+        """
+        history = self.amax_history.clone()
+        history[0] = amax
+        greatest = history.amax(0) if self.algorithm == "max" else amax
         fresh = torch.full_like(greatest, MAXIMUM[self.fp8_format]) / greatest
         fresh = (fresh / 2.0**self.margin).clamp(max=torch.finfo(torch.float32).max)
         usable = greatest.isfinite() & (greatest > 0)
-        self.scale = torch.where(usable, fresh, self.scale)
-        self.amax_history = self.amax_history.roll(-1, 0)
-        self.amax_history[0] = 0.0
-        self.num_updates += 1
+        history = history.roll(-1, 0)
+        history[0] = 0.0
+        counts = torch.ones_like(self.num_updates, dtype=torch.bool) if skip is None else skip == 0
+        self.scale = torch.where(usable & counts, fresh, self.scale)
+        self.amax_history = torch.where(counts, history, self.amax_history)
+        self.num_updates += counts
+
+    def describe_infinite(self, count: int) -> str:
+        """Return what it means that so many amaxes of a step are infinite or not a number."""
+        held = len(self.amax_history) if self.algorithm == "max" else 1
+        return (
+            f"amaxes that are infinite or not a number: {count}; their scales stay as they are "
+            f"for the next {held} steps, until these amaxes have left the history"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors `scale` and `amax_history` and the number of updates."""
         return {
             "scale": self.scale.clone(),
             "amax_history": self.amax_history.clone(),
-            "num_updates": self.num_updates,
+            "num_updates": int(self.num_updates),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,4 +109,4 @@ class DelayedScaling:
             if stored.shape != own.shape:
                 raise ValueError(f"{name} was saved with the shape {list(stored.shape)}, and is {list(own.shape)} here")
             setattr(self, name, stored.to(own))
-        self.num_updates = int(state["num_updates"])
+        self.num_updates.fill_(int(state["num_updates"]))

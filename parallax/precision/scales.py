@@ -4,6 +4,8 @@ Scales change between steps only: all micro-batches of a step, in whatever order
 does a forward that is computed again in backward. The amax of a step is the greatest over its micro-batches and over all ranks
 that hold a part or a copy of the layer: tp, dp, and the second holder of a stage under DualPipe, never another stage's.
 
+A step that is skipped, for its numbers are bad, leaves scales and histories as they were, as it leaves the weights.
+
 No scale is known before a first step. That one runs with its operands as they are, in bf16, and is only measured: with scales
 of 1 its gradients, of 1e-6 and less, would all be rounded to zero.
 """
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from parallax.collectives import all_reduce_, gather_json
-from parallax.mesh import Group, Mesh
+from parallax.mesh import Group, Mesh, size_of
 from parallax.precision.delayed import DelayedScaling
 from parallax.precision.recipe import Recipe
 
@@ -41,17 +43,16 @@ class Scales:
         )
         self.amax = torch.zeros(count, len(TENSORS), device=device)  # of the step that is under way
         self.scale = torch.ones(count, len(TENSORS), device=device)
-
-    @property
-    def known(self) -> bool:
-        """Whether a step has been measured."""
-        return self._forward.num_updates > 0
+        self.known = False  # whether a step has been measured
 
     def slots(self, layer: str) -> Slots:
         return Slots(self, list(self.layers).index(layer))
 
-    def finish_step(self) -> None:
-        """Agree on the amaxes of the step and make the scales of the next; called by all ranks, warns of infinite ones."""
+    def agree(self) -> torch.Tensor:
+        """Agree with all holders on the amaxes of the step that is over; called by all ranks.
+
+        Returns this rank's share, float64, in the number of those that are infinite: summed over the world each counts once.
+        """
         # The maximum of a group need not keep NaN; inf has the same effect.
         self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         rows: dict[Group | None, list[int]] = {}
@@ -60,13 +61,26 @@ class Scales:
         for group, indices in rows.items():
             if group is not None:
                 self.amax[indices] = all_reduce_(self.amax[indices], group, op="max")
-        self._forward.update(self.amax[:, : len(FORWARD)])
-        self._backward.update(self.amax[:, len(FORWARD) :])
+        infinite = self.amax.isinf().sum(1).double()
+        return sum(
+            (infinite[indices].sum() / size_of(group) for group, indices in rows.items()), infinite.new_zeros(())
+        )
+
+    def finish_step(self, skip: torch.Tensor | None = None) -> None:
+        """Make the scales of the next step from the amaxes of `agree`; skip: scalar, 1 for a step that does not count."""
+        self._forward.advance(self.amax[:, : len(FORWARD)], skip)
+        self._backward.advance(self.amax[:, len(FORWARD) :], skip)
         self._join()
 
     def _join(self) -> None:
         self.scale = torch.cat([self._forward.scale, self._backward.scale], 1)
         self.amax.zero_()
+        # What the next step runs depends on it, so the host waits for it, until there is a step that counts and never again.
+        self.known = self.known or bool(self._forward.num_updates > 0)
+
+    def describe_infinite(self, count: int) -> str:
+        """Return what it means that so many amaxes of a step are infinite."""
+        return self._forward.describe_infinite(count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return {layer: {tensor: its scale and history}} as JSON can carry it, and the steps measured."""
@@ -79,10 +93,11 @@ class Scales:
             }
             for i, name in enumerate(self.layers)
         }
-        return {"num_updates": self._forward.num_updates, "layers": layers}
+        return {"num_updates": int(self._forward.num_updates), "layers": layers}
 
     def load_dict(self, stored: Mapping[str, Any]) -> None:
         """Go on from what the `to_dict` of ranks that held these layers gave."""
+        self.known = False
         layers: Sequence[Any] = [stored["layers"][name] for name in self.layers]
         for scaling, names in ((self._forward, FORWARD), (self._backward, TENSORS[len(FORWARD) :])):
             scale = [[layer[name]["scale"] for name in names] for layer in layers]

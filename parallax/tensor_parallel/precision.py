@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from parallax.mesh import Group, Mesh, Replicas
@@ -33,19 +34,23 @@ class Fp8State:
         for product in self.products.values():
             product.weights.open = True
 
-    def finish_step(self) -> None:
-        """Forget the quantised weights, and bring the scales up to date; called by all ranks."""
+    def agree(self) -> torch.Tensor | None:
+        """After backward: agree on what was measured, see `Scales.agree`; called by all ranks. None if nothing is measured."""
+        return None if self.scales is None else self.scales.agree()
+
+    def finish_step(self, skip: torch.Tensor) -> None:
+        """Forget the quantised weights, and make the next step's scales; skip: scalar, 1 if the step does not count."""
         for product in self.products.values():
             product.weights.open, product.weights.operands = False, None
         if self.scales is not None:
-            self.scales.finish_step()
+            self.scales.finish_step(skip)
 
 
 def apply_recipe(modules: Iterable[nn.Module], recipe: Recipe, choice: Choice, mesh: Mesh) -> Fp8State:
     """Let every parallel linear layer that the recipe does not keep in bf16 run in FP8; return what is to be kept of it.
 
     modules: this rank's stages, whose submodules have the names that patterns of the recipe match. Called by every rank of
-    the mesh. A train step calls `begin_step` and `finish_step` of the result.
+    the mesh. A train step calls `begin_step`, `agree` and `finish_step` of the result.
     """
     backend = choice.backend
     layers: dict[str, ParallelLinear] = {}

@@ -186,9 +186,10 @@ class _Loop:
             numbers = step.report.read()
             self.stop = self.stop or decode(numbers[4])
             verdict = Verdict(int(numbers[3]))
-            self.watch.work = Work(*(a + b for a, b in zip(self.watch.work, numbers[5:], strict=True)))
+            self.watch.work = Work(*(a + b for a, b in zip(self.watch.work, numbers[6:], strict=True)))
             if verdict is Verdict.GOOD:
-                self.run.state.tokens += round(numbers[5])
+                self.run.state.tokens += round(numbers[6])
+                self._tell_infinite(step.step, round(numbers[5]))
                 self.bad_in_a_row = 0
                 self.good = step, numbers
             else:
@@ -197,6 +198,11 @@ class _Loop:
                 if self._went_back(step, numbers, verdict):
                     return True
         return False
+
+    def _tell_infinite(self, step: int, amaxes: int) -> None:
+        fp8 = self.run.train_step.fp8
+        if amaxes and fp8 is not None and fp8.scales is not None:
+            self.run.metrics.say(f"fp8            step {step}: {fp8.scales.describe_infinite(amaxes)}")
 
     def _went_back(self, step: _Issued, numbers: list[float], verdict: Verdict) -> bool:
         """Do what is to be done about a step that did not change the weights; return whether the run went back."""

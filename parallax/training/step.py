@@ -56,7 +56,7 @@ class StepResult:
 
     loss: the optimised loss, summed over the step and divided by its weight. weight: the targets of the step, each counting what
     the objective says. verdict: a `faults.Verdict`. asked: the sum over all ranks of what `asked()` returned. work: `[3]`, see
-    `Work`. local: what this rank alone brought to them.
+    `Work`. infinite_amaxes: of FP8's delayed scaling, see `Scales.agree`. local: what this rank alone brought to them.
     """
 
     loss: torch.Tensor
@@ -65,11 +65,13 @@ class StepResult:
     verdict: torch.Tensor
     asked: torch.Tensor
     work: torch.Tensor
+    infinite_amaxes: torch.Tensor
     local: torch.Tensor
 
     def numbers(self) -> torch.Tensor:
-        """Return loss, gradient norm, weight, verdict, asked and the three of work as one tensor."""
-        return torch.cat([torch.stack([self.loss, self.grad_norm, self.weight, self.verdict, self.asked]), self.work])
+        """Return loss, gradient norm, weight, verdict, asked, infinite amaxes and the three of work as one tensor."""
+        first = [self.loss, self.grad_norm, self.weight, self.verdict, self.asked, self.infinite_amaxes]
+        return torch.cat([torch.stack(first), self.work])
 
 
 class MicroBatch(NamedTuple):
@@ -212,16 +214,18 @@ class TrainStep:
         )
         with phase("reduction"):
             self.buckets.finish()
-        if self.fp8 is not None:
-            self.fp8.finish_step()
-        local = torch.stack([local_squared_norm(self.buckets), loss, torch.full_like(loss, asked())])
-        squared_norm, loss, total_asked = all_reduce_(local.clone(), self.mesh.world)
+        infinite = None if self.fp8 is None else self.fp8.agree()
+        infinite = torch.zeros_like(loss) if infinite is None else infinite
+        local = torch.stack([local_squared_norm(self.buckets), loss, torch.full_like(loss, asked()), infinite])
+        squared_norm, loss, total_asked, infinite = all_reduce_(local.clone(), self.mesh.world)
         grad_norm = squared_norm.sqrt()
         verdict = self.judge(loss, grad_norm, weight)
         skip = (verdict != 0).float()
+        if self.fp8 is not None:
+            self.fp8.finish_step(skip)
         with phase("optimizer"):
             self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip_grad), skip)
-        return StepResult(loss, grad_norm, weight, verdict, total_asked, work, local)
+        return StepResult(loss, grad_norm, weight, verdict, total_asked, work, infinite, local)
 
 
 def _unrecorded(name: str) -> AbstractContextManager:

@@ -13,7 +13,7 @@ import torch
 from parallax.precision import DelayedScaling
 
 
-@pytest.mark.filterwarnings("ignore:1 of 1 amaxes")
+@pytest.mark.filterwarnings("ignore:amaxes that are infinite")
 def test_the_trace_of_transformer_engine_is_reproduced() -> None:
     scaling, scales = DelayedScaling(amax_history_len=4), []
     assert scaling.scale.item() == 1
@@ -23,7 +23,7 @@ def test_the_trace_of_transformer_engine_is_reproduced() -> None:
     assert scales == [448, 56, 56, 56, 56, 224, 224, 224, 224, 224]
 
 
-@pytest.mark.filterwarnings("ignore:1 of 1 amaxes")
+@pytest.mark.filterwarnings("ignore:amaxes that are infinite")
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 2, 5])
 @pytest.mark.parametrize(("fp8_format", "largest"), [("e4m3", 448.0), ("e5m2", 57344.0)])
@@ -47,13 +47,28 @@ def test_scales_follow_a_window_kept_by_hand(
 def test_an_infinite_amax_is_told_and_holds_the_scale_only_as_long_as_the_history() -> None:
     scaling = DelayedScaling(amax_history_len=3)
     scaling.update(1.0)
-    with pytest.warns(UserWarning, match=r"1 of 1 amaxes are infinite .* stay as they are for the next 3 steps"):
+    with pytest.warns(UserWarning, match=r"infinite or not a number: 1; .* stay as they are for the next 3 steps"):
         scaling.update(math.inf)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for expected in (448, 448, 448 / 4):
             scaling.update(4.0)
             assert scaling.scale.item() == expected
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_step_that_does_not_count_leaves_everything_as_it_was(algorithm: str) -> None:
+    scaling, other = (DelayedScaling(3, algorithm=algorithm, shape=(2,)) for _ in range(2))
+    draw = torch.Generator().manual_seed(0)
+    for step in range(8):
+        amax = torch.rand(2, generator=draw)
+        if step % 3 == 0:
+            scaling.advance(amax * 100, skip=torch.ones(()))
+            scaling.advance(torch.full((2,), math.nan), skip=torch.ones(()))
+        scaling.advance(amax, skip=torch.zeros(()))
+        other.update(amax)
+        assert torch.equal(scaling.scale, other.scale) and torch.equal(scaling.amax_history, other.amax_history)
+        assert int(scaling.num_updates) == step + 1
 
 
 def test_many_tensors_are_kept_side_by_side_as_if_each_had_its_own() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallax.config import PretrainOptions
-from parallax.mesh import Layout
+from parallax.mesh import Layout, Mesh
 from parallax.precision.recipe import Recipe, in_words, matches
 from parallax.resolve import check, read_options
+from parallax.tensor_parallel.linear import RowParallelLinear
+from parallax.training.metrics import Metrics
 from tests.distributed.harness import run_layout
-from tests.training.runs import contents, metrics, run, write_text
+from tests.training.runs import before_data, contents, metrics, run, saved, scale_loss_at, write_text
 
 ALWAYS = (
     "--precision fp8 --fp8-recipe delayed --fp8-format hybrid --fp8-amax-history 3 --fp8-keep layers.0 "
@@ -60,6 +65,54 @@ def test_another_layout_goes_on_with_the_same_losses_and_scales(folder: Path) ->
         for out in (whole, parts)
     ]
     assert scales[0] == scales[1]
+
+
+@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow)], ids=str)
+def test_a_skipped_step_leaves_scales_and_histories_as_they_were(layout: Layout, folder: Path) -> None:
+    command = f"{ALWAYS} --tp {layout.tp} --out {folder}/run --steps 6 --save-every 1 --on-bad-step skip"
+    last = layout.world_size - 1
+    trouble = partial(scale_loss_at, steps=(0, 3), factor=math.nan, rank=last)
+    assert run_layout(layout, run, [command], str(folder), trouble, timeout=120) == [[[]]] * layout.world_size
+    checkpoints = [folder / "run/checkpoints" / name for name in saved(folder / "run")]
+    scales = [json.loads((path / "state.json").read_text())["training"]["fp8"] for path in checkpoints]
+    assert [one["num_updates"] for one in scales] == [0, 1, 2, 2, 3, 4]
+    assert scales[2] == scales[3] != scales[4]
+    untouched = {"scale": 1.0, "amax_history": [0.0] * 3}
+    assert all(tensor == untouched for layer in scales[0]["layers"].values() for tensor in layer.values())
+    assert contents(checkpoints[2]) == contents(checkpoints[3]) != contents(checkpoints[4])
+
+
+def _spoil_a_value(mesh: Mesh, said: str) -> None:
+    """Make one input of layer 1's row-parallel layers infinite in the second step: FP8 saturates, so the loss stays finite.
+
+    said: the file that takes what the run says.
+    """
+    current = [-1]
+    before_data(lambda loader, step: current.__setitem__(0, step if loader.order.shuffle else -1))
+    plain = RowParallelLinear.forward
+
+    def forward(self: RowParallelLinear, input: torch.Tensor) -> torch.Tensor:
+        if current[0] == 1 and self.products is not None:
+            input = input.index_put((torch.tensor(0),) * 3, input.new_tensor(math.inf))
+        return plain(self, input)
+
+    def say(self: Metrics, text: str) -> None:
+        if self.enabled:
+            with open(said, "a") as file:
+                file.write(f"{text}\n")
+
+    RowParallelLinear.forward = forward  # type: ignore[method-assign]
+    Metrics.say = say  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(tp=2), marks=pytest.mark.slow)], ids=str)
+def test_an_infinite_amax_is_told_once_with_its_step(layout: Layout, folder: Path) -> None:
+    command = f"{ALWAYS} --tp {layout.tp} --out {folder}/run --steps 3"
+    trouble = partial(_spoil_a_value, said=f"{folder}/said.txt")
+    assert run_layout(layout, run, [command], str(folder), trouble, timeout=120) == [[[]]] * layout.world_size
+    (line,) = [line for line in (folder / "said.txt").read_text().splitlines() if "amaxes" in line]
+    # Of the inputs of o_proj and of down_proj.
+    assert "step 2: amaxes that are infinite or not a number: 2; their scales stay as they are for the next 3" in line
 
 
 def test_another_recipe_is_another_run_and_another_backend_is_not(folder: Path) -> None:
