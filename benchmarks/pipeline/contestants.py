@@ -29,7 +29,7 @@ TORCH_SCHEDULES = {
 class Task:
     """Seconds of a rank's whole share of the model for one micro-batch, and the size of what stages hand on.
 
-    cuts: in how many segments, with a sum over tp after each, a stage computes.
+    cuts: in how many segments, with a sum over tp after each, a stage computes. unseen: see `Times`.
     """
 
     forward: float = 0.020
@@ -38,10 +38,11 @@ class Task:
     rows: int = 4
     width: int = 64
     cuts: int = 1
+    unseen: float = 0.0
 
     def times(self, chunks: int) -> Times:
         """Return the times of a stage where a rank's share is cut into `chunks`."""
-        return Times(self.forward / chunks, self.input_gradient / chunks, self.weight_gradient / chunks)
+        return Times(self.forward / chunks, self.input_gradient / chunks, self.weight_gradient / chunks, self.unseen)
 
     @property
     def message_bytes(self) -> int:

@@ -1,16 +1,20 @@
 """Stages that compute by waiting: a rank that waits yields its core, so four ranks on two cores keep to their schedule.
 
-A stage is y = x + w, with the forward's wait in the forward and the waits of the two halves of the backward where autograd
-computes them: the input's gradient in one node, the weight's in another. Whoever splits the backward, by whatever means, pays
+A stage is y = x + w, with the forward's wait at the end of the forward and the waits of the two halves of the backward where
+autograd computes them: the input's gradient in one node, the weight's in another. A wait ends when the time is over since its
+computing began, less what PyTorch needs around it (`find_unseen`), so that the whole takes what it should. Whoever splits the backward, by whatever means, pays
 for each half where it runs it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,40 +25,51 @@ from parallax.mesh import Group
 from parallax.tensor_parallel.segments import Segment, into_columns, merged, out_of_rows
 from parallax.tensor_parallel.weight_gradients import WeightSink
 
-_LATE = 0.0002  # seconds by which sleep() may be late: so much before the end a wait begins to watch the clock
+_LATE = 0.0001  # seconds by which sleep() may be late: so much before the end a wait begins to watch the clock
+_PR_SET_TIMERSLACK = 29
+
+
+def sleep_precisely() -> None:
+    """Ask Linux to end this thread's sleeps on time, and not with others up to 50 microseconds later (man 2 prctl)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 @dataclass
 class Times:
-    """Seconds of a stage's forward and of the halves of its backward; `waited` counts what was done."""
+    """Seconds of a stage's forward and of the halves of its backward; `waited` counts what was done.
+
+    unseen: seconds that each takes around its wait, in PyTorch, which therefore ends earlier.
+    """
 
     forward: float
     input_gradient: float
     weight_gradient: float
+    unseen: float = 0.0
     waited: Counter[str] = field(default_factory=Counter)
 
     def wait(self, kind: str, part: float = 1.0, began: float | None = None) -> None:
         """Compute a part of `kind` of one micro-batch; began: when, if it was before now."""
         seconds = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[kind]
-        end = (time.perf_counter() if began is None else began) + seconds * part
+        end = (time.perf_counter() if began is None else began) + seconds * part - self.unseen
         while (left := end - time.perf_counter()) > 0:
             time.sleep(max(left - _LATE, 0.0))
         self.waited[kind] += part  # type: ignore[assignment]
 
 
 class _ThroughInput(torch.autograd.Function):
+    """The input's part. Its backward is the stage's last node."""
+
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, times: Times, part: float, began: float) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, times: Times, part: float) -> torch.Tensor:
         ctx.times, ctx.part = times, part
-        result = input.clone()
-        times.wait("F", part, began)
-        return result
+        return input.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         began, result = time.perf_counter(), gradient.clone()
         ctx.times.wait("I", ctx.part, began)
-        return result, None, None, None
+        return result, None, None
 
 
 class _ThroughWeight(torch.autograd.Function):
@@ -67,11 +82,12 @@ class _ThroughWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        if ctx.sink is None:
-            ctx.times.wait("W", ctx.part)
-            return gradient.sum(0, keepdim=True), None, None, None
-        ctx.sink.add_part(gradient, ctx.part)
-        return None, None, None, None
+        if ctx.sink is not None:
+            ctx.sink.add_part(gradient, ctx.part)
+            return None, None, None, None
+        began, result = time.perf_counter(), gradient.sum(0, keepdim=True)
+        ctx.times.wait("W", ctx.part, began)
+        return result, None, None, None
 
 
 class _WaitingSink(WeightSink):
@@ -83,9 +99,10 @@ class _WaitingSink(WeightSink):
         self.add_product(gradient, torch.tensor(part))
 
     def accumulate(self, grad_output: torch.Tensor, input: torch.Tensor) -> None:
-        self.times.wait("W", input.item())
+        began = time.perf_counter()
         summed = grad_output.sum(0, keepdim=True)
         self.parameter.grad = summed if self.parameter.grad is None else self.parameter.grad + summed
+        self.times.wait("W", input.item(), began)
 
 
 class WaitingStage(nn.Module):
@@ -112,8 +129,10 @@ class WaitingStage(nn.Module):
 
     def _compute(self, weight: nn.Parameter, input: torch.Tensor) -> torch.Tensor:
         began, part = time.perf_counter(), 1.0 / self.cuts
-        others = _ThroughWeight.apply(weight, len(input), self.times, part)
-        return _ThroughInput.apply(input, self.times, part, began) + others
+        through = _ThroughInput.apply(input, self.times, part)
+        output = through + _ThroughWeight.apply(weight, len(input), self.times, part)
+        self.times.wait("F", part, began)
+        return output
 
     def segments(self) -> list[Segment]:
         """Return the same computation cut where it communicates."""
@@ -125,6 +144,20 @@ class WaitingStage(nn.Module):
             for weight in self.weights
         ]
         return [segment for block in blocks for segment in block]
+
+
+def find_unseen(seconds: float, width: int, rows: int, micro_batches: int = 20) -> float:
+    """Return how many seconds more than its wait a plain loop of PyTorch takes for each part of a stage: the median.
+
+    A few tenths of a millisecond after a wait of many, since by then others have had the caches.
+    """
+    stage, taken = WaitingStage(Times(seconds, seconds, seconds), width), []
+    function = PipelineFunction(stage, True, True, (rows, width))
+    for number in range(micro_batches):
+        started = time.perf_counter()
+        function(None, number).backward()
+        taken.append((time.perf_counter() - started) / 3 - seconds)
+    return median(taken)
 
 
 @dataclass(frozen=True, eq=False)
