@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
+from parallax.checkpoint import blocks
+from parallax.checkpoint.blocks import BlockHasher, block_of, checksum, cut
 from parallax.checkpoint.manifest import FileRecord
 from parallax.errors import ConfigError
 
@@ -23,7 +24,7 @@ class HashingFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
         self._hasher: ThreadPoolExecutor | None = None
-        self._hash = hashlib.sha256()
+        self._hash = BlockHasher()
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -49,7 +50,7 @@ class HashingFile:
         """Wait until the disk holds the file; return what the manifest says of it."""
         os.fsync(self._file.fileno())
         self.abandon()
-        return FileRecord(self._size, self._hash.hexdigest())
+        return FileRecord(self._size, self._hash.checksums())
 
     def abandon(self) -> None:
         """Close the file as it is."""
@@ -69,13 +70,89 @@ def write_file(path: Path, content: bytes) -> FileRecord:
         file.abandon()
 
 
-def hash_file(path: Path) -> str:
-    """Return the checksum of a file as the manifest has it."""
-    state = hashlib.sha256()
+def hash_file(path: Path, whole: bool = False) -> tuple[str, ...]:
+    """Return the checksums of a file as the manifest has them; whole: as version 1 had them."""
+    state = BlockHasher(whole)
     with path.open("rb", buffering=0) as file:
         while data := file.read(READ_BYTES):
             state.update(data)
-    return state.hexdigest()
+    return state.checksums()
+
+
+class FileReader:
+    """A file that is read in pieces; each block of it that has a checksum is read whole and proved before anything is made of it.
+
+    record: what the manifest says of it, None if there is none. threads: read and prove several blocks at once.
+    """
+
+    def __init__(self, path: Path, record: FileRecord | None = None, threads: Executor | None = None) -> None:
+        self.path, self._threads = path, threads
+        self._record = record if record is not None and record.is_cut else None
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._kept: tuple[int, memoryview] | None = None  # the last block of which only a part was asked for
+        self._buffer = bytearray()
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Return the bytes [start, stop); raises as `read_into` does."""
+        data = bytearray(stop - start)
+        self.read_into(memoryview(data), start)
+        return data
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with the bytes from `offset` on.
+
+        Raises ConfigError when they are not those that were saved, OSError when they cannot be read.
+        """
+        if self._record is None:
+            self._read_as_it_is(target, offset)
+            return
+        reading = []
+        for start, stop in cut(offset, offset + len(target)):
+            part = target[start - offset : stop - offset]
+            number, first, last = block_of(start, self._record.bytes)
+            if (start, stop) != (first, last):
+                part[:] = self._block(number, first, last)[start - first : stop - first]
+            elif self._threads is None or last - first == len(target):
+                self._read_proved(part, number, first)
+            else:
+                reading.append(self._threads.submit(self._read_proved, part, number, first))
+        for one in reading:
+            one.result()
+
+    def _block(self, number: int, start: int, stop: int) -> memoryview:
+        """Return the block [start, stop), of which a part is needed: kept, since the next part is often asked for next."""
+        assert self._record is not None
+        if self._kept is None or self._kept[0] != number:
+            self._kept = None
+            self._buffer = self._buffer or bytearray(min(blocks.BLOCK_BYTES, self._record.bytes))
+            block = memoryview(self._buffer)[: stop - start]
+            self._read_proved(block, number, start)
+            self._kept = number, block
+        return self._kept[1]
+
+    def _read_proved(self, block: memoryview, number: int, start: int) -> None:
+        self._read_as_it_is(block, start)
+        assert self._record is not None
+        if checksum(block) != self._record.sha256[number]:
+            raise ConfigError(damaged(self.path))
+
+    def _read_as_it_is(self, target: memoryview, offset: int) -> None:
+        while len(target):
+            count = os.preadv(self._descriptor, [target], offset)
+            if count == 0:
+                raise OSError(f"{self.path} ends before its tensors do")
+            target, offset = target[count:], offset + count
+
+
+def damaged(path: Path) -> str:
+    """Say that a file is not what was saved."""
+    return f"{path} is damaged: its checksum is not the one that was saved"
 
 
 def sync(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Compare what a run needs with the tensors of a checkpoint, and copy what this rank holds of them into place.
 
-Only the bytes that a rank needs are read, except for GPT-2's model tensors, which are stored transposed and are read
-whole, one at a time, and for rows of less than a page, which are read with what lies between them.
+Only the blocks that a rank needs are read, except for GPT-2's model tensors, which are stored transposed and are read
+whole, one at a time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 from parallax.checkpoint.geometry import Holding, holding_of
 from parallax.checkpoint.manifest import TensorRecord
 from parallax.checkpoint.parts import DTYPE_NAMES, DTYPES, CheckpointParts, OptimizerPiece, weights_of
-from parallax.checkpoint.reader import TensorReader
+from parallax.checkpoint.reader import READ_BYTES, TensorReader
 from parallax.checkpoint.safetensors_file import ITEM_BYTES
 from parallax.models.hugging_face import HuggingFaceTensor, hugging_face_tensors
 from parallax.tensor_parallel.facts import ParameterFacts
 
-READ_BYTES = 32 << 20  # at once
 MAIN_PARAM = "main_param"
 
 Place = tuple[Holding, torch.Tensor, int, int]  # a tensor that is the flat range [start, stop) of what is held
@@ -126,7 +125,7 @@ def _copy_stored(reader: TensorReader, name: str, place: Place) -> None:
         for box in block.box.chunks(limit):
             part = block.within(box)
             assert part is not None, (block, box)
-            part.view(flat, start).copy_(reader.read(name, box, holding.full_columns))
+            reader.read_into(part.view(flat, start), name, box, holding.full_columns)
 
 
 def _copy_whole(whole: torch.Tensor, place: Place) -> None:

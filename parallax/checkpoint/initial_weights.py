@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 import torch
 
 from parallax.checkpoint.agreement import together
+from parallax.checkpoint.files import FileReader
 from parallax.checkpoint.fill import fill_model, model_problem
 from parallax.checkpoint.geometry import Box
 from parallax.checkpoint.manifest import Slice, TensorRecord, check_path
@@ -54,7 +55,7 @@ def load_weights(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> None:
     def fill() -> None:
         if _HEAD in records and parts.config.tie_word_embeddings and mesh.rank == 0:
             _check_head(folder, records, parts.config)
-        with TensorReader(folder, records, _file) as reader:
+        with TensorReader(folder, records, find=_file) as reader:
             fill_model(reader, parts, main_params=True)
 
     together(fill, mesh, "reading the model")
@@ -127,7 +128,10 @@ def _read_records(folder: Path) -> dict[str, TensorRecord]:
     """Return every tensor of a model folder, from the headers of its files."""
     records: dict[str, TensorRecord] = {}
     for name in _weight_files(folder):
-        for tensor, entry in read_header(_file(folder, name)).items():
+        path = _file(folder, name)
+        with FileReader(path) as file:
+            header = read_header(path, path.stat().st_size, file.read)
+        for tensor, entry in header.items():
             if tensor in records:
                 raise ConfigError(f"{folder} holds {tensor} twice, in {records[tensor].slices[0].file} and in {name}")
             start = (0,) * len(entry.shape)
@@ -186,7 +190,7 @@ def _check_head(folder: Path, records: Mapping[str, TensorRecord], config: Decod
     embedding = hugging_face_tensors(config)[0].name
     rows, columns = records[embedding].shape
     same = records[_HEAD].shape == (rows, columns) and records[_HEAD].dtype in DTYPES
-    with TensorReader(folder, records, _file) as reader:
+    with TensorReader(folder, records, find=_file) as reader:
         for row in range(0, rows if same else 0, _COMPARED_ROWS):
             box = Box(row, min(row + _COMPARED_ROWS, rows), 0, columns)
             embedded, head = (reader.read(name, box, columns).float() for name in (embedding, _HEAD))

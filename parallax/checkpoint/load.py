@@ -1,8 +1,8 @@
 """Read a checkpoint into the run, whatever layout wrote it and whatever layout reads it.
 
 all    check the manifest, the files' sizes, the configuration, and every tensor that this rank needs
-each   verify the checksums of its share of the files; all agree before a tensor is touched
-each   read the boxes of the full tensors that it holds into place; padding stays as it is
+each   verify its share of the small files and of the tensor files' headers; all agree before a tensor is touched
+each   read the boxes of the full tensors that it holds into place, each block proved as it is read; padding stays as it is
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _FREE_FIELDS = {"architectures", "initializer_range", "torch_dtype", "max_positi
 def load(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
     """Fill the parameters and the optimizer from the checkpoint at `path`; return state.json, `parts.state` in "training".
 
-    Called by all ranks. Nothing is changed unless everything that can be checked beforehand holds.
+    Called by all ranks. Nothing is changed unless everything holds that can be checked without reading the tensors. Damage inside
+    of a tensor is found when it is read: then what was there before is lost, and another checkpoint has to be loaded.
 
     Raises ConfigError, the same on all ranks: the checkpoint is damaged, incomplete, or of another model.
     """
@@ -68,7 +69,7 @@ def _manifest(folder: Path, check: bool) -> Manifest:
 def _check(folder: Path, manifest: Manifest, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
     """Return state.json after every check that needs the content of files; reading them is shared among the ranks."""
     share = files_to_verify(manifest, mesh.rank, mesh.layout.world_size)
-    problems = check_contents(folder, manifest, share) or _check_config(folder, manifest, parts)
+    problems = check_contents(folder, manifest, share, tensors_too=False) or _check_config(folder, manifest, parts)
     problem = problems[0] if problems else model_problem(f"{folder / MODEL}", manifest.model, parts, any_type=False)
     problem = problem or optimizer_problem(f"{folder / OPTIMIZER}", manifest.optimizer, parts)
     if problem is not None:
@@ -111,7 +112,7 @@ def _read_json(folder: Path, name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def _fill(folder: Path, manifest: Manifest, parts: CheckpointParts) -> None:
-    with TensorReader(folder, manifest.model) as reader:
+    with TensorReader(folder, manifest.model, manifest.files) as reader:
         fill_model(reader, parts, main_params=False)
-    with TensorReader(folder, manifest.optimizer) as reader:
+    with TensorReader(folder, manifest.optimizer, manifest.files) as reader:
         fill_optimizer(reader, parts)

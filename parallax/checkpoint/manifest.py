@@ -2,7 +2,8 @@
 
 It is written last, so a folder without one is an unfinished save. It names every file with its size and checksum, and
 every tensor with its type, shape and slices: which bytes of which file are which rows. Its own checksum is in it, and it
-is only valid in the exact form in which it is written. Format version 1 cuts tensors into slices along their first dim.
+is only valid in the exact form in which it is written. Tensors are cut into slices along their first dim. Version 1 of the format,
+which is still read, had one checksum for each file, version 2 has one for each block of it (parallax.checkpoint.blocks).
 """
 
 from __future__ import annotations
@@ -15,19 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from parallax.checkpoint.blocks import num_blocks
 from parallax.checkpoint.names import MANIFEST
 from parallax.checkpoint.safetensors_file import ITEM_BYTES, natural_numbers, parse_json
 from parallax.errors import ConfigError
 
 FORMAT = "parallax-checkpoint"
-VERSION = 1
+VERSION, OLDER_VERSIONS = 2, (1,)
 MAX_MANIFEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class FileRecord:
+    """A file's size, and the checksums of its blocks; in version 1 one for all of it."""
+
     bytes: int
-    sha256: str
+    sha256: tuple[str, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each block can be proved by itself."""
+        return len(self.sha256) == num_blocks(self.bytes)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,9 @@ class Manifest:
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
-            "files": {name: {"bytes": record.bytes, "sha256": record.sha256} for name, record in self.files.items()},
+            "files": {
+                name: {"bytes": record.bytes, "sha256": list(record.sha256)} for name, record in self.files.items()
+            },
             "tensors": {
                 part: {name: _tensor_json(record) for name, record in records.items()}
                 for part, records in (("model", self.model), ("optimizer", self.optimizer))
@@ -117,7 +128,7 @@ def _parse(text: bytes) -> Manifest:
     fields = parse_json(text)
     if fields["format"] != FORMAT:
         raise ValueError(f"it is of no format {FORMAT}")
-    if fields["version"] != VERSION:
+    if fields["version"] not in (VERSION, *OLDER_VERSIONS):
         raise ValueError(f"its format has version {fields['version']}, this program reads {VERSION}")
     body = {key: value for key, value in fields.items() if key != "checksum"}
     if fields["checksum"] != _digest(body) or text != _dump(fields):
@@ -126,7 +137,7 @@ def _parse(text: bytes) -> Manifest:
     files = {}
     for name, record in fields["files"].items():
         check_path(name)
-        files[name] = FileRecord(natural_numbers([record["bytes"]])[0], str(record["sha256"]))
+        files[name] = _file(name, record, fields["version"])
     parts = {
         part: {name: _tensor(name, record, files) for name, record in fields["tensors"][part].items()}
         for part in ("model", "optimizer")
@@ -140,6 +151,14 @@ def check_path(name: str) -> None:
     plain = "/".join(parts) == name and not name.startswith("/") and "\\" not in name and "\0" not in name
     if not parts or not plain or ".." in parts:
         raise ValueError(f"the path {name!r} leads out of the checkpoint")
+
+
+def _file(name: str, fields: dict[str, Any], version: int) -> FileRecord:
+    (size,), sums = natural_numbers([fields["bytes"]]), fields["sha256"]
+    record = FileRecord(size, (sums,) if version == 1 else tuple(sums))
+    if not all(isinstance(one, str) for one in record.sha256) or (version > 1 and not record.is_cut):
+        raise ValueError(f"{name} has not a checksum for each of its blocks")
+    return record
 
 
 def _tensor(name: str, fields: dict[str, Any], files: Mapping[str, FileRecord]) -> TensorRecord:

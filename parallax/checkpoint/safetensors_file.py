@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,21 +54,20 @@ def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[by
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Return the tensors that a safetensors file holds, after checking that they fill it exactly.
+def read_header(where: Path, size: int, read: Callable[[int, int], bytes | bytearray]) -> dict[str, Entry]:
+    """Return the tensors that a safetensors file of `size` bytes holds, after checking that they fill it exactly.
 
-    Raises ConfigError, one sentence that names the file, when it is no such file; OSError when it cannot be read.
+    read: returns the bytes [start, stop). Raises ConfigError, one sentence that names the file, when it is no such file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{path} is not a safetensors file")
-        text = file.read(length)
+    length = int.from_bytes(read(0, 8), "little") if size >= 8 else 0
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise ConfigError(f"{where} is not a safetensors file")
     try:
-        return _entries(parse_json(text), 8 + length, size)
+        return _entries(parse_json(read(8, 8 + length)), 8 + length, size)
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a valid safetensors file: {error}") from None
+        raise ConfigError(f"{where} is not a valid safetensors file: {error}") from None
 
 
 def _entries(fields: Any, start: int, size: int) -> dict[str, Entry]:
@@ -102,7 +101,7 @@ def natural_numbers(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes | bytearray) -> Any:
     """Parse JSON in UTF-8; raise ValueError also for a key that comes twice, which readers resolve differently."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def write(
         writer.write_tensors(plan, local)
         rows = exchange_or_raise(writer.problems, writer.records, ranks)
         if ranks.rank == 0:
-            records = {name: FileRecord(*pair) for row in rows for name, pair in row.items()}
+            records = {name: FileRecord(size, tuple(sums)) for row in rows for name, (size, sums) in row.items()}
             writer.attempt(lambda: _commit(final, partial, step, plan.files, records))
         exchange_or_raise(writer.problems, None, ranks)
     except ConfigError:
@@ -140,7 +140,7 @@ class _Writer:
         self._partial, self._ranks = partial, ranks
         self._opened: dict[str, HashingFile] = {}
         self.problems: list[str] = []
-        self.records: dict[str, tuple[int, str]] = {}  # size and checksum of each file of tensors
+        self.records: dict[str, tuple[int, list[str]]] = {}  # size and checksums of each file of tensors
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Do it unless something failed before; keep what the operating system says against it."""
@@ -173,7 +173,7 @@ class _Writer:
     def _finish(self, file: FilePlan) -> None:
         self._append(file)  # a file of empty tensors has had no unit
         record = self._opened[file.name].finish()
-        self.records[file.name] = (record.bytes, record.sha256)
+        self.records[file.name] = (record.bytes, list(record.sha256))
 
 
 def _commit(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from parallax.checkpoint.files import file_inside, hash_file
-from parallax.checkpoint.manifest import Manifest, Slice, read_manifest
+from parallax.checkpoint.files import FileReader, damaged, file_inside, hash_file
+from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, read_manifest
 from parallax.checkpoint.safetensors_file import read_header
 from parallax.errors import ConfigError
 
@@ -40,21 +40,27 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Return which of the files `names` have another checksum, or other tensors inside than the manifest says."""
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str], tensors_too: bool = True) -> list[str]:
+    """Return which of the files `names` have another checksum, or other tensors inside than the manifest says.
+
+    tensors_too: whether tensors are read; who reads them block by block later (parallax.checkpoint.reader) proves them then.
+    """
     problems = []
     slices = _slices_by_file(manifest)
     for name in names:
-        path = folder / name
+        path, record = folder / name, manifest.files[name]
+        holds_tensors = path.suffix == ".safetensors"
         try:
-            if hash_file(path) != manifest.files[name].sha256:
-                problems.append(f"{path} is damaged: its checksum is not the one that was saved")
-            elif path.suffix == ".safetensors":
-                problems += _check_tensors(path, slices.get(name, {}))
+            if tensors_too or not holds_tensors or not record.is_cut:
+                if hash_file(path, whole=not record.is_cut) != record.sha256:
+                    problems.append(damaged(path))
+                    continue
+            if holds_tensors:
+                problems += _check_tensors(path, record, slices.get(name, {}))
         except ConfigError as error:
             problems += error.problems
         except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror}")
+            problems.append(f"{path} cannot be read: {error.strerror or error}")
     return problems
 
 
@@ -68,9 +74,10 @@ def _slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[str, Slice]
     return found
 
 
-def _check_tensors(path: Path, expected: dict[str, tuple[str, Slice]]) -> list[str]:
+def _check_tensors(path: Path, record: FileRecord, expected: dict[str, tuple[str, Slice]]) -> list[str]:
     """Return whether the file's own header and the manifest disagree."""
-    header = read_header(path)
+    with FileReader(path, record) as file:
+        header = read_header(path, record.bytes, file.read)
     for name in sorted(header.keys() | expected.keys()):
         entry, (dtype, one) = header.get(name), expected.get(name, (None, None))
         if entry is None or one is None or (entry.dtype, entry.shape, entry.offset) != (dtype, one.extent, one.offset):

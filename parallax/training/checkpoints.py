@@ -105,7 +105,7 @@ class Resume:
     def restore(self, start: Path | None, parts: CheckpointParts, mesh: Mesh) -> tuple[Path | None, TrainState]:
         """Load weights, optimizer states and counters in place; return from where, and the counters. Called by all ranks.
 
-        A damaged checkpoint changes nothing: `auto` goes on from the one before it, with a notice.
+        `auto` goes on from the one before a damaged checkpoint, with a notice; with a path the run ends.
         """
         while start is not None:
             try:
@@ -221,13 +221,19 @@ class Checkpoints:
             _warn(f"an old checkpoint stays, since it cannot be removed: {error}")
 
     def restore(self) -> tuple[Path, TrainState] | None:
-        """Bring back the newest good checkpoint of this run; None if there is none, then nothing is changed."""
-        start = find_latest(self._root, self._mesh, notice=_warn)
+        """Bring back the newest good checkpoint of this run; None if there is none, then nothing is changed.
+
+        Raises ConfigError, the same on all ranks, when what there is turns out to be damaged: some of it may be read by then.
+        """
+        start, damaged = find_latest(self._root, self._mesh, notice=_warn), None
         while start is not None:
             try:
                 return start, _restored(load(start, self._parts, self._mesh)["training"], self._parts)
             except ConfigError as error:
+                damaged = error
                 if self._mesh.rank == 0:
                     _warn(f"{error}; it is passed over")
                 start = find_latest(self._root, self._mesh, step_of(start), _warn)
+        if damaged is not None:
+            raise ConfigError(f"{damaged}, and there is no checkpoint before it to go back to")
         return None

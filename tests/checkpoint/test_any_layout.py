@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax.checkpoint import fill, plan
+from parallax.checkpoint import blocks, fill, plan, reader
 from parallax.checkpoint.load import load
 from parallax.checkpoint.save import save
 from parallax.data_parallel.options import ZERO_STAGES
@@ -47,10 +47,13 @@ MORE_ROWS = [
     (Layout(pp=4), "dualpipe"),
 ]
 
+BLOCK_BYTES = 1700
+
 
 def _use_small_units() -> None:
     """Make this process cut its few kilobytes as it would gigabytes: into several files, units and rounds."""
     plan.MIN_FILE_BYTES, plan.UNIT_BYTES, plan.ROUND_BYTES, fill.READ_BYTES = 20_000, 3000, 40_000, 3000
+    reader.READ_BYTES, blocks.BLOCK_BYTES = 3000, BLOCK_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
     """A checkpoint of each model, written by one process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "MIN_FILE_BYTES", 20_000)
+        patch.setattr(blocks, "BLOCK_BYTES", BLOCK_BYTES)
         yield _save_models(tmp_path_factory.mktemp("single"))
 
 

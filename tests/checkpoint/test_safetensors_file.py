@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from parallax.checkpoint.safetensors_file import make_header, read_header
+from parallax.checkpoint.safetensors_file import Entry, make_header, read_header
 from parallax.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_what_the_public_library_writes_is_read(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(5).int(), "b": torch.randn(3, 2).bfloat16(), "c": torch.ones(4, dtype=torch.bool)}
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
-    entries = read_header(path)
+    entries = _header(path)
     assert {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
         "a": ("I32", (5,)),
         "b": ("BF16", (3, 2)),
@@ -93,5 +93,10 @@ def _refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
-        read_header(path)
+        _header(path)
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    content = path.read_bytes()
+    return read_header(path, len(content), lambda start, stop: content[start:stop])
