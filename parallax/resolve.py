@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from parallax import flags
-from parallax.checkpoint.find import find_model
+from parallax.checkpoint.find import find_model, tokenizer_of
 from parallax.config import (
     DEFAULT_RUN,
     FinetuneConfig,
@@ -20,8 +20,6 @@ from parallax.config import (
     RunConfig,
     TrainOptions,
 )
-from parallax.data.chat.encoder import DEFAULT_TEMPLATE, brings_template
-from parallax.data.chat.options import ChatOptions
 from parallax.data.default_tokenizer import DEFAULT_VOCAB_SIZE
 from parallax.data.tokenizer_source import find_tokenizer
 from parallax.errors import ConfigError, exit_with_problems
@@ -127,7 +125,8 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
     assert training.steps is not None
     init, init_problems = _find_init(options)
     asked, options = options, _from(options, init)
-    data_problems = options.check_data()
+    options, run_problems = _with_tokenizer_of_run(options)
+    data_problems = run_problems or options.check_data()
     tokenizer_size, tokenizer_problems = (None, []) if data_problems else _tokenizer_size(options.data.tokenizer)
     model_options = options.model
     if options.parallel.pipeline_layout is not None and model_options == type(model_options)():
@@ -203,9 +202,16 @@ def _from(options: Asked, init: Path | None) -> Asked:
     data = options.data
     if data.tokenizer is None:
         data = replace(data, tokenizer=str(init))
-        if isinstance(data, ChatOptions) and data.template is None and not brings_template(init):
-            data = replace(data, template=DEFAULT_TEMPLATE)
     return replace(options, data=data, model=replace(options.model, init=str(init)))
+
+
+def _with_tokenizer_of_run(options: Asked) -> tuple[Asked, list[str]]:
+    """Return the options with a run or checkpoint that --tokenizer names as the folder of its model, and what is wrong with it."""
+    try:
+        found = tokenizer_of(options.data.tokenizer)
+    except ConfigError as error:
+        return options, error.problems
+    return replace(options, data=replace(options.data, tokenizer=found)), []
 
 
 def _run_name(options: TrainOptions, init: Path | None) -> str:

@@ -97,3 +97,19 @@ def find_model(path: str | Path) -> Path:
     if "model_type" not in read_fields(path):
         raise ConfigError(f"{path} holds no checkpoint yet, and its config.json is that of a run; {kinds}")
     return path
+
+
+def tokenizer_of(given: str | None) -> str | None:
+    """Return what of --tokenizer a tokenizer is loaded from: of a run or a checkpoint the model's folder, else `given` itself.
+
+    Raises ConfigError when it is a run or a checkpoint, but not complete.
+    """
+    if given in (None, "bytes"):
+        return given
+    path = Path(given).expanduser()
+    if not any((path / name).exists() for name in ("checkpoints", MANIFEST)) and not list_checkpoints(path):
+        return given
+    try:
+        return str(find_model(path))
+    except ConfigError as error:
+        raise ConfigError([f"--tokenizer {given}: {problem}" for problem in error.problems]) from None

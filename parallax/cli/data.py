@@ -37,7 +37,8 @@ def add_commands(groups: argparse._SubParsersAction) -> None:
     build.add_argument(
         "--tokenizer",
         metavar="PATH|bytes",
-        help="a sentencepiece .model, a Hugging Face folder or tokenizer.json, or bytes (default: that of pretrain.py)",
+        help="a Hugging Face folder or tokenizer.json, a sentencepiece .model, a run or checkpoint of ours, or bytes (default: "
+        "that of pretrain.py)",
     )
     build.add_argument("--out", metavar="PREFIX", required=True, help="the files to write, without .bin and .idx")
     build.add_argument("--workers", metavar="N", type=int, help="processes that tokenize (default: the cores)")
@@ -54,12 +55,13 @@ def add_commands(groups: argparse._SubParsersAction) -> None:
 
 
 def _build(words: argparse.Namespace) -> int:
+    from parallax.checkpoint.find import tokenizer_of
     from parallax.data.build import BuildOptions
 
     return run_build(
         BuildOptions(
             words.inputs,
-            words.tokenizer,
+            tokenizer_of(words.tokenizer),
             words.out,
             words.workers,
             words.json_key,

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
+from parallax.checkpoint.find import tokenizer_of
 from parallax.errors import ConfigError
 
 GREEN, DIM, PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
@@ -41,7 +42,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     show.add_argument(
         "--tokenizer",
         metavar="PATH|bytes",
-        help="a Hugging Face folder or tokenizer.json, a sentencepiece .model, or bytes (default: that of pretrain.py)",
+        help="a Hugging Face folder or tokenizer.json, a sentencepiece .model, a run or checkpoint of ours, or bytes (default: "
+        "that of pretrain.py)",
     )
     show.add_argument(
         "--template",
@@ -73,7 +75,9 @@ def _show(words: argparse.Namespace) -> int:
 
     if problems := [problem for path in words.paths for problem in check_chat_file(path)]:
         raise ConfigError(problems)
-    _, encoder = load_chat_encoder(words.tokenizer, words.template)
+    _, encoder = load_chat_encoder(tokenizer_of(words.tokenizer), words.template)
+    if encoder.notice:
+        print(encoder.notice, file=sys.stderr)
     bad: list[Sample] = []
     chats = itertools.chain.from_iterable(read_located(path) for path in words.paths or [None])
     samples = only_good(encode_chats(chats, encoder, words.train_on), words.skip_bad, bad.append)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallax.checkpoint.find import tokenizer_of
 from parallax.cli.text_stream import stream_text
 from parallax.errors import ConfigError
 from parallax.models.sampling import Sampling
@@ -161,13 +162,15 @@ class _Speaker:
         from parallax.data.tokenizers import load_tokenizer
 
         self.folder, self.sampling, self.max_tokens = folder, sampling, options.max_tokens
-        self.given = str(options.tokenizer or folder)
+        self.given = tokenizer_of(options.tokenizer) or str(folder)
         self.encoder: ChatEncoder | None = None
         self.tokenizer: Tokenizer
         if with_template:
             from parallax.data.chat.encoder import load_chat_encoder
 
             self.tokenizer, self.encoder = load_chat_encoder(self.given, options.template)
+            if self.encoder.notice:
+                print(self.encoder.notice, file=sys.stderr)
         else:
             self.tokenizer = load_tokenizer(self.given)
         self.stops = [[token] for token in _end_ids(folder, self.tokenizer)]

@@ -144,7 +144,7 @@ def record_path(prefix: str | Path) -> Path:
 def _write_record(options: BuildOptions, tokenizer: Tokenizer, built: Built) -> None:
     """Write what the files were made from; nothing in it depends on the workers, the time or the place."""
     record: dict[str, Any] = {
-        "tokenizer": Path(tokenizer.description).name,
+        "tokenizer": tokenizer.description,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eos_id if options.append_eod else None,

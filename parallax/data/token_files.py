@@ -17,7 +17,7 @@ from parallax.data.cache import build_once, cache_folder, digest
 from parallax.data.checksums import DataFile, cached_by_stat, fingerprint_of, hash_file
 from parallax.data.indexed import IndexedDataset
 from parallax.data.token_store import TokenStore
-from parallax.data.tokenizers import Tokenizer
+from parallax.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer
 from parallax.errors import ConfigError
 
 MAPPED_FROM = 1 << 20  # documents: 8 MiB in each rank
@@ -82,9 +82,19 @@ def _check_record(prefix: str, data: IndexedDataset, tokenizer: Tokenizer, flag:
         raise ConfigError(f"{flag}{path} is damaged ({error}); remove it, or build the files again.") from error
     if same_files and fingerprint != tokenizer.fingerprint:
         raise ConfigError(
-            f"{flag}{data.bin_path} was made with the tokenizer {name}, not with --tokenizer {tokenizer.description}; "
-            f"give that, or remove {path} if the two are the same."
+            f"{flag}{data.bin_path} was made with {_another(str(name), tokenizer.description)} ({path} says so)."
         )
+
+
+def _another(made_with: str, given: str) -> str:
+    """Return, as the end of a sentence, that the tokenizers of a file and of the run are two, and what to do."""
+    if made_with == given:
+        return f"{given} as it was then, and that is another tokenizer now; build the files again, or bring back the old one"
+    again = "leave out --tokenizer" if made_with == DEFAULT_TOKENIZER else f"run with --tokenizer {made_with}"
+    given = given if given == DEFAULT_TOKENIZER else f"--tokenizer {given}"
+    made_with = made_with if made_with == DEFAULT_TOKENIZER else f"the tokenizer {made_with}"
+    why = f"{made_with}, and this run has {given}, to which its ids are other text"
+    return f"{why}; {again}, or build the files again with this run's"
 
 
 def _check_index(data: IndexedDataset, flag: str) -> int:

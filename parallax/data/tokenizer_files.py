@@ -58,7 +58,8 @@ def sentencepiece_files(processor: SentencePieceProcessor, model: bytes) -> dict
         if _same_ids(fast, processor):
             special = {"eos_token": processor.eos_id(), "bos_token": processor.bos_id()}
             tokens = {name: processor.id_to_piece(i) for name, i in special.items() if i >= 0}
-            fast.add_special_tokens(list(tokens.values()))
+            control = [processor.id_to_piece(i) for i in range(processor.get_piece_size()) if processor.is_control(i)]
+            fast.add_special_tokens(list(dict.fromkeys([*tokens.values(), *control])))
             files |= {"tokenizer.json": _json_of(fast), "tokenizer_config.json": config_file(**tokens)}
             break
     return files

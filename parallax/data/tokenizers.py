@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer as FastTokenizer
 
+DEFAULT_TOKENIZER = "the default tokenizer"
 NUM_BYTES = 256
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this character, and so cannot tell the two apart
 MAX_ENCODING_THREADS = 16
@@ -110,7 +111,7 @@ def load_tokenizer(given: str | Path | None = None) -> Tokenizer:
     if source.kind == "default":
         from parallax.data.default_tokenizer import default_model_file
 
-        return SentencePieceTokenizer(default_model_file(), "the default tokenizer")
+        return SentencePieceTokenizer(default_model_file(), DEFAULT_TOKENIZER)
     assert source.path is not None
     return SentencePieceTokenizer(source.path)
 

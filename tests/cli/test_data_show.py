@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from parallax.checkpoint.parts import CheckpointParts
+from parallax.checkpoint.save import save
 from parallax.cli import data_show
+from parallax.config import FinetuneOptions
+from parallax.data.chat.encoder import load_chat_encoder
+from parallax.data.chat.options import ChatOptions
+from parallax.data.chat.prepare import prepare_chats
 from parallax.errors import ConfigError
+from parallax.models.config import DecoderConfig
+from parallax.models.decoder import DecoderStage
+from parallax.resolve import read_options, resolve
+from parallax.tensor_parallel.facts import named_parameters_with_facts
 from tests.data.chat import tokenizers_of_the_test as made
 
 CHATS = [
@@ -113,3 +123,50 @@ def test_no_chat_at_all_is_an_error(tmp_path: Path) -> None:
 def test_without_a_file_the_embedded_chats_are_shown(capsys: pytest.CaptureFixture) -> None:
     assert show("--tokenizer", "bytes", "--limit", "3") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("3 chats, ")
+
+
+def test_a_tokenizer_without_a_template_is_shown_in_chatml_with_a_notice(
+    chats: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = made.save(made.byte_level(), tmp_path / "model", None)
+    assert show(chats, "--tokenizer", folder, "--json") == 0
+    out, err = capsys.readouterr()
+    assert err == "the tokenizer brings no chat template, so it is chatml; --template names another\n"
+    show(chats, "--tokenizer", folder, "--json", "--template", "chatml")
+    assert capsys.readouterr() == (out, "")
+    trained = prepare_chats(ChatOptions((chats,), folder, eval_fraction=0), seq_len=256)
+    ids = [line["input_ids"] for line in map(json.loads, out.splitlines())]
+    assert trained.train[0]["input_ids"].tolist()[: len(ids[0])] == ids[0]
+    assert "; template chatml, since the tokenizer brings none; " in trained.description
+
+
+def test_a_run_and_a_checkpoint_are_named_for_the_tokenizer_and_template_in_them(
+    chats: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from tests.checkpoint.runs import single_process_mesh
+
+    config = DecoderConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    ).resolved()
+    model = DecoderStage(config)
+    run = tmp_path / "run"
+    for step, (tokenizer, template) in enumerate((("bytes", "plain"), ("bytes", "llama3"))):
+        opened, _ = load_chat_encoder(tokenizer, template)
+        parts = CheckpointParts(config, list(named_parameters_with_facts(model)), tokenizer=opened)
+        save(run / "checkpoints", step, parts, single_process_mesh())
+    for named, template in (
+        (run, "llama3"),
+        (run / "checkpoints", "llama3"),
+        (run / "checkpoints" / "step-00000000", "plain"),
+        (run / "checkpoints" / "step-00000000" / "model", "plain"),
+    ):
+        assert show(chats, "--tokenizer", str(named), "--json") == 0
+        out, err = capsys.readouterr()
+        show(chats, "--tokenizer", "bytes", "--template", template, "--json")
+        assert (out, err) == (capsys.readouterr().out, "")
+        options, _ = read_options(["--tokenizer", str(named), "--init", "none"], FinetuneOptions)
+        assert Path(resolve(options, 1).data.tokenizer or "").name == "model"
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"--tokenizer .*run: .*checkpoints holds no complete checkpoint"):
+        show(chats, "--tokenizer", str(run))

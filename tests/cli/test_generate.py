@@ -111,6 +111,18 @@ def test_a_chat_is_written_as_its_template_says(
     assert run(capsys, folder, *words)[1] == out
 
 
+def test_a_model_without_a_template_chats_in_chatml_with_a_notice(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (folder, "--chat", "--prompt", "Hi", "--max-tokens", 20)
+    status, out, err = run(capsys, *words)
+    assert status == 0 and err.startswith(
+        "the tokenizer brings no chat template, so it is chatml; --template names another\n"
+    )
+    _, asked_for, quiet = run(capsys, *words, "--template", "chatml")
+    assert asked_for == out and "template" not in quiet
+
+
 def test_a_turn_ends_with_the_templates_end_of_turn(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +177,6 @@ def test_a_checkpoint_and_a_run_are_models_too(
             ["--messages", "{tmp}/role.json", "--template", "chatml"],
             "the chat cannot be answered: message 1 has the role 'me'",
         ),
-        (["--chat", "--prompt", "a"], "has no chat template; give --template chatml"),
         (["--chat", "--prompt", "a", "--template", "none.jinja"], "there is no such template"),
         (["--prompt", "a", "--tokenizer", "{tmp}/none"], "there is no such file or folder"),
     ],

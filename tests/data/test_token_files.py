@@ -13,7 +13,7 @@ from parallax.data.build import BuildOptions, build
 from parallax.data.checksums import changed_files
 from parallax.data.options import check
 from parallax.data.token_files import token_files
-from parallax.data.tokenizers import ByteTokenizer
+from parallax.data.tokenizers import DEFAULT_TOKENIZER, ByteTokenizer
 from parallax.errors import ConfigError
 
 
@@ -82,8 +82,26 @@ def test_a_build_of_another_tokenizer_is_refused_by_its_record(tmp_path: Path) -
     build(BuildOptions([str(corpus(tmp_path, "a"))], "bytes", prefix, 1))
     record = Path(prefix + ".build.json")
     record.write_text(record.read_text().replace('"tokenizer_fingerprint": "', '"tokenizer_fingerprint": "0'))
-    with pytest.raises(ConfigError, match=r"built\.bin was made with the tokenizer bytes, not with --tokenizer bytes"):
+    with pytest.raises(
+        ConfigError, match=r"built\.bin was made with bytes as it was then, and that is another tokenizer now"
+    ):
         token_files(prefix, ByteTokenizer())
+    for made_with, said in (
+        (
+            "./llama",
+            r"with the tokenizer \./llama, and this run has --tokenizer bytes, .* run with --tokenizer \./llama, or",
+        ),
+        (
+            DEFAULT_TOKENIZER,
+            r"with the default tokenizer, and this run has --tokenizer bytes, .* leave out --tokenizer, or",
+        ),
+    ):
+        record.write_text(record.read_text().replace('"tokenizer": "bytes"', f'"tokenizer": "{made_with}"'))
+        with pytest.raises(
+            ConfigError, match=r"built\.bin was made " + said + r" build .* \(.*built\.build\.json says so\)"
+        ):
+            token_files(prefix, ByteTokenizer())
+        record.write_text(record.read_text().replace(f'"tokenizer": "{made_with}"', '"tokenizer": "bytes"'))
     write(tmp_path / "built", [[1, 2]])  # other files under the name: the record is not about them
     assert token_files(prefix, ByteTokenizer()).tokens.tolist() == [1, 2]
     record.write_text("{")

@@ -41,10 +41,12 @@ class EncodedChat:
 class ChatEncoder(Protocol):
     """A tokenizer and a chat template together. `name` and `fingerprint` are the template's.
 
-    template: the same as jinja, for `transformers`; None where the tokenizer's own files hold it.
+    template: the same as jinja, for `transformers`; None where the tokenizer's own files hold it. notice: why it is this template,
+    where nobody asked for it and the user should know.
     """
 
     name: str
+    notice: str
     fingerprint: str
     template: str | None
 

@@ -10,12 +10,10 @@ import numpy as np
 
 from parallax.data.chat.encoded import ChatEncoder
 from parallax.data.chat.hugging_face import load_hugging_face
-from parallax.data.chat.templates import MARKUPS, OwnTemplate
+from parallax.data.chat.templates import DEFAULT_TEMPLATE, MARKUPS, OwnTemplate, jinja_of
 from parallax.data.tokenizer_source import find_tokenizer
 from parallax.data.tokenizers import Tokenizer, load_tokenizer
 from parallax.errors import ConfigError
-
-DEFAULT_TEMPLATE = "chatml"  # of tokenizers that bring none
 
 
 class TokenizerWithTemplate(Tokenizer):
@@ -46,6 +44,8 @@ class TokenizerWithTemplate(Tokenizer):
 def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Tokenizer, ChatEncoder]:
     """Open what --tokenizer and --template name; None are the default tokenizer, and the tokenizer's own template or ChatML.
 
+    `notice` of the encoder says so where a Hugging Face tokenizer brings no template and none was asked for.
+
     Raises:
         ConfigError: one of them cannot be read, or they do not fit each other.
     """
@@ -54,23 +54,40 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
     source = find_tokenizer(tokenizer)
     opened = load_tokenizer(tokenizer)
     encoder: ChatEncoder
-    if source.kind == "huggingface" and template not in MARKUPS:
+    if source.kind == "huggingface":
         assert source.path is not None
-        given = None if template is None else Path(template).read_text(encoding="utf-8")
-        encoder = load_hugging_face(source.path, template or str(tokenizer), given)
+        encoder = load_hugging_face(source.path, opened, str(tokenizer), template)
     else:
-        encoder = OwnTemplate(template or DEFAULT_TEMPLATE, opened)
+        brought = None if template is not None or source.path is None else _template_beside(source.path, opened)
+        encoder = OwnTemplate(template or brought or DEFAULT_TEMPLATE, opened)
     return opened if encoder.template is None else TokenizerWithTemplate(opened, encoder.template), encoder
 
 
-def brings_template(folder: Path) -> bool:
-    """Say whether a tokenizer's folder holds a chat template, in one of the two places where `transformers` writes it."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
+def _template_beside(model: Path, opened: Tokenizer) -> str | None:
+    """Return which template of ours lies beside a sentencepiece model, as in a checkpoint; None if there is none.
+
+    Raises:
+        ConfigError: it is another's, which needs a tokenizer that `transformers` opens.
+    """
+    path = model.parent / "chat_template.jinja"
+    brought: str | None
     try:
-        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if path.is_file():
+            brought = path.read_text(encoding="utf-8")
+        else:
+            config = json.loads((model.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+            brought = config.get("chat_template") if isinstance(config, dict) else None
     except (OSError, ValueError):
-        return False  # what is wrong with the tokenizer is said by those who open it
+        return None
+    if not brought:
+        return None
+    for name, markup in MARKUPS.items():
+        if (markup.end or opened.eos_id is not None) and jinja_of(name, opened) == brought:
+            return name
+    raise ConfigError(
+        f"{model.parent} brings a chat template, but no tokenizer.json to use it with; load the folder with transformers and save "
+        f"it again, or choose --template {', '.join(MARKUPS)}."
+    )
 
 
 def check_template(tokenizer: str | None, template: str | None) -> list[str]:

@@ -27,11 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from parallax.data.cache import digest
 from parallax.data.chat.encoded import EncodedChat, Turn
+from parallax.data.chat.marked_text import tokens_touching, with_fast_tokenizer
 from parallax.data.chat.records import BadChat, Chat, Message
+from parallax.data.chat.templates import DEFAULT_TEMPLATE, MARKUPS, jinja_of
+from parallax.data.tokenizers import Tokenizer
 from parallax.errors import ConfigError
 
 PROBE: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
@@ -44,17 +45,17 @@ class HuggingFaceTemplate:
         ConfigError: the template is no valid Jinja, or never writes what the assistant says.
     """
 
-    def __init__(self, tokenizer: Any, name: str, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, name: str, template: str | None = None, notice: str = "") -> None:
         self.name = name
+        self.notice = notice
         self.tokenizer = tokenizer
         self.template = template
         self._added = _added_tokens(tokenizer)
-        self._fast = _with_plain_offsets(tokenizer) if tokenizer.is_fast else None
+        core = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None
+        self._fast = with_fast_tokenizer(core) if core is not None else None
         self._complete: set[tuple[str, ...]] = set()  # sequences of roles of which the template leaves out none
         texts = (template or tokenizer.chat_template, tokenizer.special_tokens_map)
-        vocabulary = (
-            self._fast.to_str() if self._fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-        )
+        vocabulary = core or json.dumps(tokenizer.get_vocab(), sort_keys=True)
         self.fingerprint = digest("hugging face template", json.dumps(texts, default=str, sort_keys=True), vocabulary)
         self._check()
 
@@ -180,14 +181,8 @@ class HuggingFaceTemplate:
         if self._fast is None:
             ids = self._ids(text)
             return ids, [(self._border(text, ids, start), self._border(text, ids, stop)) for start, stop in places]
-        encoded = self._fast.encode(text, add_special_tokens=False)
-        offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-        first, last = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
-        borders: list[tuple[int, int]] = []
-        for start, stop in places:
-            touching = np.flatnonzero((first < stop) & (last > start))
-            borders.append((int(touching[0]), int(touching[-1]) + 1) if len(touching) else (0, 0))
-        return list(encoded.ids), borders
+        ids, offsets = self._fast([text])
+        return ids, tokens_touching(offsets, places)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -204,18 +199,19 @@ class HuggingFaceTemplate:
         return len(before)
 
 
-def load_hugging_face(path: Path, name: str, template: str | None) -> HuggingFaceTemplate:
-    """Open a tokenizer.json with `transformers`, and the chat template beside it, or the one given.
+def load_hugging_face(path: Path, opened: Tokenizer, name: str, template: str | None) -> HuggingFaceTemplate:
+    """Open a tokenizer.json with `transformers`, and a chat template: one of ours by its name, a file in Jinja, None: its own.
+
+    One that brings none gets DEFAULT_TEMPLATE, with a notice. opened: the same tokenizer; ours write its beginning and end of text.
 
     Raises:
-        ConfigError: transformers is not installed or cannot open it, or there is no chat template.
+        ConfigError: transformers is not installed or cannot open it, or it does not fit the template.
     """
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise ConfigError(
-            f"--tokenizer {name}: chat templates of Hugging Face tokenizers need transformers; pip install transformers, or "
-            "give --template chatml, llama3 or plain."
+            f"--tokenizer {name}: chats need transformers with a Hugging Face tokenizer; pip install transformers."
         ) from error
     try:
         if path.name == "tokenizer.json":
@@ -224,12 +220,16 @@ def load_hugging_face(path: Path, name: str, template: str | None) -> HuggingFac
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # it raises whatever its parts do
         raise ConfigError(f"--tokenizer {name}: transformers cannot open it ({error}).") from error
+    notice = ""
     if template is None and not tokenizer.chat_template:
-        raise ConfigError(
-            f"--tokenizer {name} has no chat template; give --template chatml, llama3 or plain, or a file with a template "
-            "in Jinja."
-        )
-    return HuggingFaceTemplate(tokenizer, name, template)
+        template = DEFAULT_TEMPLATE
+        notice = f"the tokenizer brings no chat template, so it is {template}; --template names another"
+    if template in MARKUPS:
+        jinja = jinja_of(template, opened)
+        return HuggingFaceTemplate(tokenizer, template, jinja, notice)
+    if template is not None:
+        return HuggingFaceTemplate(tokenizer, template, Path(template).read_text(encoding="utf-8"))
+    return HuggingFaceTemplate(tokenizer, name)
 
 
 def _with_content(messages: Sequence[Message], k: int, content: str) -> list[Message]:
@@ -253,14 +253,3 @@ def _added_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     names = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _with_plain_offsets(tokenizer: Any) -> Any:
-    """Return a copy of the tokenizer's core whose offsets leave out no spaces, as some post-processors make them do."""
-    from tokenizers import Tokenizer as FastTokenizer
-
-    fast = FastTokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    fast.post_processor = None
-    fast.no_truncation()
-    fast.no_padding()
-    return fast

@@ -76,8 +76,9 @@ def prepare_chats(options: ChatOptions, seq_len: int) -> PreparedChats:
         )
     names = " ".join(options.data) or stores[0][0].source
     all_chosen = [part for group in chosen for part in group]
+    why = ", since the tokenizer brings none" if encoder.notice else ""
     description = (
-        f"{names}: {_describe(all_chosen, train, held_out)}; template {encoder.name}; {tokenizer.description}, "
+        f"{names}: {_describe(all_chosen, train, held_out)}; template {encoder.name}{why}; {tokenizer.description}, "
         f"{tokenizer.vocab_size:,} ids"
     )
     joined = _join(train, weights)

@@ -6,10 +6,9 @@
     plain     Assistant:\\n                                 hello     </s>          \\n\\n
                                                            └────── trained ──────┘
 
-Header, content and end of turn are encoded one by one and put side by side, so that no token reaches over a border: what is trained
-is exactly what the assistant says, and a prompt for generation has the ids that it had in training. A marker that the vocabulary
-has as one token becomes that token; in another vocabulary it is written out, in several. Where the tokenizer has a beginning of
-text, each chat begins with one. Nothing is stripped.
+Each is a function here, which knows the place of every character that it writes, and the same in Jinja, for checkpoints and for the
+tokenizers that `transformers` opens. Where the tokenizer has a beginning of text, each chat begins with one. Nothing is stripped. A
+marker that the vocabulary has is one token; in another vocabulary it is spelled out.
 
 Sources: ChatML, openai-python's chatml.md (2023); the Llama 3 model card's prompt format (2024); tool calls in ChatML as Hermes and
 Qwen2.5 write them.
@@ -25,11 +24,13 @@ from typing import Any
 
 from parallax.data.cache import digest
 from parallax.data.chat.encoded import EncodedChat, Turn
+from parallax.data.chat.marked_text import encoder_of, tokens_touching
 from parallax.data.chat.records import BadChat, Chat, Message
 from parallax.data.tokenizers import Tokenizer
 from parallax.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+DEFAULT_TEMPLATE = "chatml"  # of tokenizers that bring none
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,13 @@ class Markup:
     """What a template writes around the content of a message; `{role}` in `header` is `roles`' word for its role.
 
     end: the end of a turn of the assistant; None: the tokenizer's end of text. end_of_others: that of other roles.
-    between: what follows either, never trained. markers: matches what is one token where the vocabulary has it.
-    jinja: the same template for `transformers`.
+    between: what follows either, never trained. jinja: the same template for `transformers`, with BOS and EOS for literals.
     """
 
     header: str
     end: str | None
     end_of_others: str
     between: str
-    markers: str
     roles: dict[str, str]
     knows_tools: bool
     jinja: str
@@ -61,11 +60,10 @@ MARKUPS = {
         end="<|im_end|>",
         end_of_others="<|im_end|>",
         between="\n",
-        markers=r"<\|im_start\|>|<\|im_end\|>",
         roles={role: role for role in _PLAIN_ROLES},
         knows_tools=True,
         jinja="""\
-{{- bos_token if bos_token is defined and bos_token else '' }}
+{{- BOS }}
 {%- set told %}"""
         + _TOOLS_BEFORE
         + """<tools>
@@ -91,11 +89,10 @@ MARKUPS = {
         end="<|eot_id|>",
         end_of_others="<|eot_id|>",
         between="",
-        markers=r"<\|start_header_id\|>|<\|end_header_id\|>|<\|eot_id\|>",
         roles={role: role for role in _PLAIN_ROLES},
         knows_tools=False,
         jinja="""\
-{{- bos_token if bos_token is defined and bos_token else '' }}
+{{- BOS }}
 {%- for message in messages %}
 {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] + '<|eot_id|>' }}
 {%- endfor %}
@@ -106,18 +103,41 @@ MARKUPS = {
         end=None,
         end_of_others="",
         between="\n\n",
-        markers=r"(?!)",
         roles=_PLAIN_ROLES,
         knows_tools=False,
         jinja="""\
-{{- bos_token if bos_token is defined and bos_token else '' }}
+{{- BOS }}
 {%- for message in messages %}
 {{- (message['role'] | capitalize) + ':\\n' + message['content'] }}
-{{- (eos_token if message['role'] == 'assistant' else '') + '\\n\\n' }}
+{{- (EOS if message['role'] == 'assistant' else '') + '\\n\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}""",
     ),
 }
+
+
+def jinja_of(name: str, tokenizer: Tokenizer) -> str:
+    """Return one of MARKUPS as Jinja, with how the vocabulary writes its beginning and end of text in it.
+
+    They are literals, for `transformers` gives some tokenizers special tokens that their files do not name.
+
+    Raises:
+        ConfigError: the template ends turns with the end of text and the tokenizer has none.
+    """
+    if MARKUPS[name].end is None and tokenizer.eos_id is None:
+        raise ConfigError(
+            f"--template {name} ends turns with the end-of-text token, but {tokenizer.description} has none; use --template "
+            "chatml."
+        )
+    bos, eos = _special_names(tokenizer)
+    literals = {"BOS": json.dumps(bos), "EOS": json.dumps(eos)}
+    return re.sub(r"\b[BE]OS\b", lambda found: literals[found[0]], MARKUPS[name].jinja)
+
+
+def _special_names(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return how the vocabulary writes the beginning and the end of text; "" where there is none."""
+    bos, eos = ("" if i is None else tokenizer.token_name(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    return bos, eos
 
 
 class OwnTemplate:
@@ -127,91 +147,66 @@ class OwnTemplate:
         ConfigError: the template ends turns with the end of text and the tokenizer has none.
     """
 
+    notice = ""
+
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         self.name = name
         self.markup = MARKUPS[name]
         self.tokenizer = tokenizer
-        self.template: str | None = self.markup.jinja
+        self._encode = encoder_of(tokenizer)
+        self._bos, self._eos = _special_names(tokenizer)
+        self.template: str | None = jinja_of(name, tokenizer)
         self.fingerprint = digest("own template", str(FORMAT_VERSION), repr(self.markup), tokenizer.fingerprint)
-        if self.markup.end is None and tokenizer.eos_id is None:
-            raise ConfigError(
-                f"--template {name} ends turns with the end-of-text token, but {tokenizer.description} has none; "
-                "use --template chatml."
-            )
 
     def encode(self, chat: Chat) -> EncodedChat:
-        parts = self._beginning()
-        places: list[tuple[int, int, int]] = []  # message, its first part, one past its last
-        for k, role, content in self._turns(chat):
-            parts += self._header(role)
-            first = len(parts)
-            parts += [content, *self._end(role)]
-            if role == "assistant":
-                places.append((k, first, len(parts)))
-            parts += self._marked(self.markup.between)
-        encoded = self._encode(parts)
-        starts = [0]
-        for ids in encoded:
-            starts.append(starts[-1] + len(ids))
-        turns = tuple(Turn(k, starts[first], starts[last], ends=True) for k, first, last in places)
-        return EncodedChat([i for ids in encoded for i in ids], turns)
+        parts, places = self._write(chat)
+        ids, offsets = self._encode(parts)
+        borders = tokens_touching(offsets, places)
+        turns = (Turn(k, *border, ends=True) for k, border in zip(chat.assistant_turns, borders, strict=True))
+        return EncodedChat(ids, tuple(turns))
 
     def prompt(self, chat: Chat) -> list[int]:
-        parts = self._beginning()
-        for _, role, content in self._turns(chat):
-            parts += [*self._header(role), content, *self._end(role), *self._marked(self.markup.between)]
-        return [i for ids in self._encode([*parts, *self._header("assistant")]) for i in ids]
+        return self._encode([*self._write(chat)[0], self._header("assistant")])[0]
+
+    def _write(self, chat: Chat) -> tuple[list[str], list[tuple[int, int]]]:
+        """Return the parts of the chat as text, and where the assistant's contents and their ends of turn stand in it."""
+        parts, places, length = [self._bos], [], len(self._bos)
+        for role, content in self._turns(chat):
+            header, end = self._header(role), self._end(role)
+            start = length + len(header)
+            stop = start + len(content) + len(end)
+            if role == "assistant":
+                places.append((start, stop))
+            parts += [header, content, end, self.markup.between]
+            length = stop + len(self.markup.between)
+        return parts, places
+
+    def _header(self, role: str) -> str:
+        return self.markup.header.format(role=self.markup.roles[role])
+
+    def _end(self, role: str) -> str:
+        if role != "assistant":
+            return self.markup.end_of_others
+        return self._eos if self.markup.end is None else self.markup.end
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         texts = [self.tokenizer.decode([i]) for i in ids]
         whole = (text and "\ufffd" not in text for text in texts)
         return [text if good else self.tokenizer.token_name(i) for i, text, good in zip(ids, texts, whole, strict=True)]
 
-    def _turns(self, chat: Chat) -> Iterator[tuple[int, str, str]]:
-        """Yield (index of the message, role, text) of what is written; -1 is a message that tells of the tools."""
+    def _turns(self, chat: Chat) -> Iterator[tuple[str, str]]:
+        """Yield (role, text) of what is written."""
         calls = any("tool_calls" in message for message in chat.messages)
         if (chat.tools or calls) and not self.markup.knows_tools:
             raise BadChat(f"the template {self.name} knows no tools and would drop them; chatml does")
         tools = _describe_tools(chat.tools) if chat.tools else ""
         if tools and chat.messages[0]["role"] != "system":
-            yield -1, "system", tools
+            yield "system", tools
         for k, message in enumerate(chat.messages):
             content = message["content"]
             if tools and k == 0 and message["role"] == "system":
                 content += "\n\n" + tools
-            yield k, message["role"], "\n".join([*([content] if content else []), *map(_call, _calls(message))])
-
-    def _beginning(self) -> list[str | int]:
-        return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-
-    def _header(self, role: str) -> list[str | int]:
-        return self._marked(self.markup.header.format(role=self.markup.roles[role]))
-
-    def _end(self, role: str) -> list[str | int]:
-        if role != "assistant":
-            return self._marked(self.markup.end_of_others)
-        if self.markup.end is not None:
-            return self._marked(self.markup.end)
-        assert self.tokenizer.eos_id is not None
-        return [self.tokenizer.eos_id]
-
-    def _marked(self, text: str) -> list[str | int]:
-        """Return a text with the markers that the vocabulary has as their ids."""
-        parts: list[str | int] = []
-        for piece in filter(None, re.split(f"({self.markup.markers})", text)):
-            known = self.tokenizer.token_id(piece) if re.fullmatch(self.markup.markers, piece) else None
-            if known is not None:
-                parts.append(known)
-            elif parts and isinstance(parts[-1], str):
-                parts[-1] += piece
-            else:
-                parts.append(piece)
-        return parts
-
-    def _encode(self, parts: Sequence[str | int]) -> list[list[int]]:
-        """Return the ids of each part, all texts of a chat in one call."""
-        texts = iter(self.tokenizer.encode_batch([part for part in parts if isinstance(part, str)]))
-        return [next(texts).tolist() if isinstance(part, str) else [part] for part in parts]
+            yield message["role"], "\n".join([*([content] if content else []), *map(_call, _calls(message))])
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:

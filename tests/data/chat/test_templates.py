@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parallax.data.chat.encoded import spans, token_weights
 from parallax.data.chat.encoder import load_chat_encoder
 from parallax.data.chat.records import BadChat, Chat, to_chat
-from parallax.data.chat.templates import MARKUPS, OwnTemplate
+from parallax.data.chat.templates import MARKUPS, OwnTemplate, jinja_of
 from parallax.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from parallax.errors import ConfigError
 from tests.data.chat import tokenizers_of_the_test as made
@@ -56,6 +56,11 @@ def control_tokens(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTok
     return SentencePieceTokenizer(path)
 
 
+@pytest.fixture(scope="session")
+def default_chatml(default_tokenizer: Tokenizer) -> OwnTemplate:
+    return OwnTemplate("chatml", default_tokenizer)
+
+
 def trained(encoder: OwnTemplate, chat: Chat) -> list[list[int]]:
     encoded = encoder.encode(chat)
     return [encoded.input_ids[a:b] for a, b in spans(token_weights(encoded, chat, "all", encoder.name))]
@@ -72,24 +77,29 @@ def test_trained_spans_are_contents_and_ends_of_turn_on_bytes(name: str, chat: C
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(chat=CHATS)
-def test_trained_spans_are_contents_and_ends_of_turn_on_sentencepiece(default_tokenizer: Tokenizer, chat: Chat) -> None:
+def test_trained_spans_are_contents_and_ends_of_turn_on_sentencepiece(
+    default_tokenizer: Tokenizer, default_chatml: OwnTemplate, chat: Chat
+) -> None:
+    """Its vocabulary has >\\n as one token, and also a header's line end with those that an answer begins with."""
     contents = [chat.messages[k]["content"] for k in chat.assistant_turns]
-    texts = [default_tokenizer.decode(ids) for ids in trained(OwnTemplate("chatml", default_tokenizer), chat)]
-    assert texts == [content + "<|im_end|>" for content in contents]
+    texts = [default_tokenizer.decode(ids) for ids in trained(default_chatml, chat)]
+    for text, content in zip(texts, contents, strict=True):
+        assert text in (content + "<|im_end|>\n", "\n" + content + "<|im_end|>\n")
+        assert text.startswith(content) or content.startswith("\n")
 
 
 def test_a_marker_that_the_vocabulary_has_is_one_token_and_the_beginning_of_text_comes_once(
     control_tokens: SentencePieceTokenizer,
 ) -> None:
-    chat = chat_of([("user", "hello"), ("assistant", "hello there"), ("user", "<|im_end|> <s>"), ("assistant", "")])
+    chat = chat_of([("user", "hello"), ("assistant", "hello there"), ("user", "bye"), ("assistant", "")])
     encoder = OwnTemplate("chatml", control_tokens)
     ids = encoder.encode(chat).input_ids
     end, start = control_tokens.token_id("<|im_end|>"), control_tokens.token_id("<|im_start|>")
     assert end is not None and start is not None
-    assert ids.count(start) == ids.count(end) == 4, "what a user writes is text, and no marker"
+    assert ids.count(start) == ids.count(end) == 4
     assert ids[0] == control_tokens.bos_id and ids.count(ids[0]) == 1
     first, second = trained(encoder, chat)
-    assert first == [*control_tokens.encode("hello there"), end] and second == [end]
+    assert (control_tokens.decode(first[:-1]), first[-1]) == ("hello there", end) and second == [end]
 
 
 @pytest.mark.parametrize("name", sorted(MARKUPS))
@@ -164,10 +174,15 @@ def test_what_the_options_name_is_opened(tmp_path: Path) -> None:
         assert encoder.pieces(encoded.input_ids)[encoded.turns[0].stop - 1] == end
         if template is not None:
             assert opened.files()["chat_template.jinja"].decode() == (
-                own.read_text() if template == str(own) else MARKUPS["chatml"].jinja
+                own.read_text() if template == str(own) else jinja_of("chatml", opened)
             )
-    with pytest.raises(ConfigError, match="has no chat template; give --template chatml, llama3 or plain"):
-        load_chat_encoder(bare, None)
+    _, chosen = load_chat_encoder(bare, None)
+    assert chosen.name == "chatml" and chosen.notice.startswith(
+        "the tokenizer brings no chat template, so it is chatml"
+    )
+    assert (
+        theirs.notice == load_chat_encoder(bare, "chatml")[1].notice == load_chat_encoder("bytes", None)[1].notice == ""
+    )
     with pytest.raises(ConfigError, match="--template nothing: there is no such template"):
         load_chat_encoder(folder, "nothing")
     with pytest.raises(ConfigError, match="Jinja needs a Hugging Face tokenizer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -79,18 +80,25 @@ TEXT = (
 ) * 5
 
 
-def byte_level(eos: str = "<|im_end|>", pad: str = "<|im_end|>", trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+def byte_level(
+    eos: str = "<|im_end|>",
+    pad: str = "<|im_end|>",
+    trim_offsets: bool = False,
+    bos: str = "<s>",
+    special: Sequence[str] = SPECIAL,
+    use_regex: bool = False,
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer whose merges run over line ends and spaces, so that tokens join header and content."""
     fast = Tokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     fast.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token=eos, pad_token=pad)
+    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token=bos, eos_token=eos, pad_token=pad)
 
 
 def single_bytes(eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
