@@ -167,7 +167,7 @@ def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
         "messages": (4, 1, sizes, bits / (0.010 * factor)),
         "tp sums": (2, 2, sizes | {"cuts": 2}, bits / (0.005 * factor)),
     }
-    rows, micro_batches = [], 16
+    rows, micro_batches = [], 32
     for kind, (pp, tp, changes, rate) in kinds.items():
         names = [
             name for name in ("1f1b", "dualpipe", "dualpipev") if not options.only or name in options.only.split(",")
