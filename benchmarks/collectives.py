@@ -1,9 +1,10 @@
-"""Collectives of ranks on one host: shared memory against gloo, in the same processes, interleaved.
+"""Collectives and messages of ranks on one host: shared memory against gloo, in the same processes, interleaved.
 
     python -m benchmarks.collectives                     2, 4 and 8 ranks; 4 KiB, 512 KiB and 16 MiB of fp32
 
 For each collective, size and number of ranks: the time of one call in microseconds, minimum and median over the rounds, on
-rank 0, and the ratio of the medians. A round is a few calls of one and as many of the other, after a barrier.
+rank 0, and the ratio of the medians. A round is a few calls of one and as many of the other, after a barrier. `message` is one
+to a neighbour and back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from parallax.collectives import (
     all_gather,
@@ -27,10 +29,33 @@ from parallax.mesh import Group, Layout, Mesh, connect
 
 RANKS = (2, 4, 8)
 SIZES = {"4 KiB": 4 << 10, "512 KiB": 512 << 10, "16 MiB": 16 << 20}
+
+
+def send_and_get_back(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send to the neighbour, who sends it back; of an odd number of ranks the last does nothing."""
+    neighbour, is_first = group.rank ^ 1, group.rank % 2 == 0
+    if neighbour >= group.size:
+        return tensor
+    for sends in (is_first, not is_first):
+        if group.shared_memory is not None and group.shared_memory.mail is not None:
+            mail = group.shared_memory.mail
+            if sends:
+                mail.send(neighbour, 1, tensor)
+            else:
+                tensor = mail.receive(neighbour, 1)
+        elif sends:
+            dist.send(tensor, group=group.process_group, group_dst=neighbour)
+        else:
+            tensor = torch.empty_like(tensor)
+            dist.recv(tensor, group=group.process_group, group_src=neighbour)
+    return tensor
+
+
 COLLECTIVES: dict[str, Callable[[torch.Tensor, Group], torch.Tensor]] = {
     "all_reduce": all_reduce_,
     "reduce_scatter": reduce_scatter,
     "all_gather": lambda tensor, group: all_gather(tensor[: len(tensor) // group.size], group),
+    "message": send_and_get_back,
 }
 SECONDS_PER_CASE = 1.0
 

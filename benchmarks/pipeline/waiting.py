@@ -2,8 +2,8 @@
 
 A stage is y = x + w, with the forward's wait at the end of the forward and the waits of the two halves of the backward where
 autograd computes them: the input's gradient in one node, the weight's in another. A wait ends when the time is over since its
-computing began, less what PyTorch needs around it (`find_unseen`), so that the whole takes what it should. Whoever splits the backward, by whatever means, pays
-for each half where it runs it.
+computing began, less what PyTorch needs around it (`find_unseen`), so that the whole takes what it should. Whoever splits the
+backward, by whatever means, pays for each half where it runs it.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class PipelineExecutor:
     ) -> None:
         self.weights = weights or WeightQueue()
         self._journal = journal
-        self._said_empty: set[int] = set()
+        # One line a rank, and of several pipelines that are alike only the first speaks.
+        self._tells_of_empty = pp is None or pp.ranks[0] == 0
         self.rank, self.num_ranks, self.stages, self.lookahead = rank_of(pp), size_of(pp), dict(stages), lookahead
         self.peak_in_flight = 0
         self._in_flight = 0
@@ -331,8 +332,8 @@ class PipelineExecutor:
         num_products = self.weights.run(action.chunk)
         if run.listener is not None:
             run.listener.after_backward(action.stage)
-        if not num_products and action.stage not in self._said_empty:
-            self._said_empty.add(action.stage)
+        if not num_products and self._tells_of_empty:
+            self._tells_of_empty = False
             _log.warning(
                 "pipeline rank %d: W of stage %d has nothing to do, so its I takes as long as a whole backward: none of its "
                 "layers puts off its weights' gradients, as the parallel layers do once attach_queue() has been called",

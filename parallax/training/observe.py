@@ -28,13 +28,18 @@ MOST_RANKS = 64  # beyond which a line of metrics has the least and the most of 
 class Observer:
     """Records steps of a run; all methods are called by all ranks. say: prints a notice."""
 
-    def __init__(self, train_step: TrainStep, options: RunOptions, out: Path) -> None:
+    def __init__(self, train_step: TrainStep, options: RunOptions, out: Path, steps_done: int = 0) -> None:
         self.train_step, self.mesh, self.options, self.out = train_step, train_step.mesh, options, out
         self._clock: Clock | None = None
         self._recorder: StepRecorder | None = None
         self._is_first = True
         self._memory: dict[str, Any] = {}  # until a line of metrics has it
         self._notices: list[str] = []
+        for flag, step in (("profile", options.profile), ("trace-pipeline", options.trace_pipeline)):
+            if step is not None and step <= steps_done:
+                self._notices.append(
+                    f"not recorded   step {step} of --{flag} is done already; name one after {steps_done}"
+                )
         if any(stage.is_compiled for stage in train_step.runner.stages.values()):
             self._notices.append("compiling      in the first step, which takes up to a minute longer")
         if train_step.optimizer.offload_is_idle:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from parallax.errors import ConfigError
 from parallax.pipeline.actions import Schedule
@@ -74,6 +75,9 @@ ALL_SCHEDULES: dict[str, ScheduleRecord] = {
 SCHEDULES: dict[str, Callable[..., Schedule]] = {name: record.make for name, record in ALL_SCHEDULES.items()}
 
 
+MAX_CHUNKS = 1_000_000  # checking a table of so many takes a minute
+
+
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
     """Return a schedule by name; raises ConfigError for a name or sizes that do not exist, with the nearest that do.
 
@@ -81,7 +85,14 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks:
     """
     record = ALL_SCHEDULES.get(name)
     if record is None:
-        raise ConfigError(f"schedule {name} is unknown; use {', '.join(ALL_SCHEDULES)}")
+        near = get_close_matches(name, ALL_SCHEDULES, 1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise ConfigError(f"schedule {name} is unknown; use {', '.join(ALL_SCHEDULES)}{hint}")
+    if num_ranks * num_micro_batches * (num_chunks or 1) > MAX_CHUNKS:
+        raise ConfigError(
+            f"schedule {name} of {num_ranks} ranks and {num_micro_batches} micro-batches is a table of more than {MAX_CHUNKS:,} "
+            "forwards; use fewer micro-batches in a step, or fewer ranks"
+        )
     record.constraints.check(name, num_ranks, num_micro_batches, num_chunks)
     return record.make(num_ranks, num_micro_batches, *([num_chunks] if num_chunks is not None else []))
 
