@@ -57,7 +57,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
     from parallax.training.flops import total_peak_flops
     from parallax.training.metrics import Metrics
 
-    model, training, root = config.model_config, config.training, config.out / "checkpoints"
+    model, training, root = config.model_config, config.training, config.checkpoints
     identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     agree(identity | {"initial weights": str(config.init)}, mesh)
     identity["data_files"] = data.files
@@ -127,7 +127,7 @@ def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:
                 config.out,
             )
         )
-        metrics.say(f"done           {config.out} holds metrics.jsonl, tensorboard/ and checkpoints/")
+        metrics.say(f"done           {config.describe_end()}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.options import FinetuneModelOptions, ModelOptions
 from parallax.pipeline.actions import Schedule
 from parallax.precision.options import Fp8Options
+from parallax.storage import Location, is_address, location
 from parallax.training.lr import FinetuneLearningRateOptions, LearningRateOptions
 from parallax.training.options import FinetuneTrainingOptions, ParallelOptions, RunOptions, TrainingOptions
 from parallax.training.safety import SafetyOptions
@@ -111,13 +113,13 @@ class FinetuneOptions(TrainOptions):
 class RunConfig(TrainOptions):
     """A run with nothing left to derive. `asked` are the options before that, `layout` and `model_config` what they give.
 
-    init: the Hugging Face folder with the weights to start from; None: random weights.
+    init: the Hugging Face folder, or address, with the weights to start from; None: random weights.
     """
 
     asked: TrainOptions = field(default_factory=PretrainOptions)
     layout: Layout = field(default_factory=Layout)
     model_config: DecoderConfig = field(default_factory=DecoderConfig)
-    init: Path | None = None
+    init: Location | None = None
 
     @property
     def steps(self) -> int:
@@ -131,8 +133,22 @@ class RunConfig(TrainOptions):
 
     @property
     def out(self) -> Path:
+        """The folder of what the run reports: --out, or for an address a folder on this machine."""
         assert self.run.out is not None, "out is filled in when the options are resolved"
-        return Path(self.run.out).expanduser()
+        place = location(self.run.out)
+        return place if isinstance(place, Path) else Path("runs") / re.sub(r"[^\w.-]+", "-", place.address)
+
+    @property
+    def checkpoints(self) -> Location:
+        """The folder, or address, of the run's checkpoints."""
+        assert self.run.out is not None, "out is filled in when the options are resolved"
+        return location(self.run.out) / "checkpoints"
+
+    def describe_end(self) -> str:
+        """Return what the run left where, in words."""
+        if is_address(str(self.run.out)):
+            return f"{self.checkpoints} holds the checkpoints, {self.out} metrics.jsonl and tensorboard/"
+        return f"{self.out} holds metrics.jsonl, tensorboard/ and checkpoints/"
 
     @property
     def num_micro_batches(self) -> int:
@@ -165,7 +181,7 @@ class RunConfig(TrainOptions):
         return self.fp8.recipe.table(linear_layers(self.model_config))
 
     @property
-    def carried_from(self) -> Path | None:
+    def carried_from(self) -> Location | None:
         """The folder from which a checkpoint takes over what goes with a tokenizer: that of the initial weights, if it is its."""
         return self.init if self.asked.data.tokenizer is None else None
 

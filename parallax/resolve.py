@@ -28,6 +28,7 @@ from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.options import FinetuneModelOptions, resolve_model
 from parallax.models.presets import PRESETS
 from parallax.pipeline.split import count_layers
+from parallax.storage import Location
 from parallax.training.stages import stage_ranges
 
 _SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
@@ -179,7 +180,7 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
     return PretrainConfig(data=options.data, **resolved)
 
 
-def _find_init(options: TrainOptions) -> tuple[Path | None, list[str]]:
+def _find_init(options: TrainOptions) -> tuple[Location | None, list[str]]:
     """Return the Hugging Face folder to start from, None for random weights, and what is wrong with --init."""
     given = options.model.init
     try:
@@ -187,6 +188,8 @@ def _find_init(options: TrainOptions) -> tuple[Path | None, list[str]]:
             return (None if given == "none" else find_model(given)), []
     except ConfigError as error:
         return None, [f"--init {given}: {problem}" for problem in error.problems]
+    except OSError as error:
+        return None, [f"--init {given} cannot be read: {error}"]
     if options.model != FinetuneModelOptions():
         return None, []
     try:
@@ -195,7 +198,7 @@ def _find_init(options: TrainOptions) -> tuple[Path | None, list[str]]:
         return None, []
 
 
-def _from(options: Asked, init: Path | None) -> Asked:
+def _from(options: Asked, init: Location | None) -> Asked:
     """Return the options with what is not given taken from the folder to start from."""
     if init is None:
         return replace(options, model=replace(options.model, init=None))
@@ -214,7 +217,7 @@ def _with_tokenizer_of_run(options: Asked) -> tuple[Asked, list[str]]:
     return replace(options, data=replace(options.data, tokenizer=found)), []
 
 
-def _run_name(options: TrainOptions, init: Path | None) -> str:
+def _run_name(options: TrainOptions, init: Location | None) -> str:
     """Return the name of the preset or folder that the model is from, and what is done with it unless that is pretraining."""
     model = options.model.model if init is None else options.model.init or str(DEFAULT_RUN)
     path = Path(model).expanduser().resolve()

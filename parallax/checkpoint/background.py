@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -23,6 +22,7 @@ from parallax.checkpoint.save import make_plan, small_files, write
 from parallax.checkpoint.transfer import LocalTensors, Snapshot
 from parallax.collectives import gather_json
 from parallax.mesh import Group, Mesh
+from parallax.storage import Location, location
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class BackgroundSaver:
     """
 
     def __init__(
-        self, folder: str | Path, parts: CheckpointParts, mesh: Mesh, after: Callable[[int], None] | None = None
+        self, folder: str | Location, parts: CheckpointParts, mesh: Mesh, after: Callable[[int], None] | None = None
     ) -> None:
-        self._folder, self._parts, self._after = Path(folder), parts, after
+        self._folder, self._parts, self._after = location(folder), parts, after
         self._plan = make_plan(parts, mesh)
         self._ranks = _Threads(mesh.rank, mesh.make_host_group("saves"), torch.device("cpu"))
         self._copy = Snapshot(parts, self._plan.units(), mesh.rank)

@@ -11,6 +11,7 @@ from parallax.checkpoint import blocks
 from parallax.checkpoint.blocks import BlockHasher, block_of, checksum, cut
 from parallax.checkpoint.manifest import FileRecord
 from parallax.errors import ConfigError
+from parallax.storage import Location, RemoteFile, RemotePath, num_bytes
 
 READ_BYTES = 4 << 20
 
@@ -21,8 +22,8 @@ class HashingFile:
     Large parts are hashed by a thread while they are written, since a disk may be as fast as SHA-256 is.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
+    def __init__(self, path: Location) -> None:
+        self._file = path.create() if isinstance(path, RemotePath) else path.open("xb", buffering=0)
         self._hasher: ThreadPoolExecutor | None = None
         self._hash = BlockHasher()
         self._size = 0
@@ -47,20 +48,26 @@ class HashingFile:
         self._size += len(data)
 
     def finish(self) -> FileRecord:
-        """Wait until the disk holds the file; return what the manifest says of it."""
-        os.fsync(self._file.fileno())
+        """Wait until the disk, or the storage, holds the file; return what the manifest says of it."""
+        if isinstance(self._file, RemoteFile):
+            self._file.complete()
+        else:
+            os.fsync(self._file.fileno())
         self.abandon()
         return FileRecord(self._size, self._hash.checksums())
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        self._file.close()
+        if isinstance(self._file, RemoteFile):
+            self._file.abandon()
+        else:
+            self._file.close()
         if self._hasher is not None:
             self._hasher.shutdown()
             self._hasher = None
 
 
-def write_file(path: Path, content: bytes) -> FileRecord:
+def write_file(path: Location, content: bytes) -> FileRecord:
     """Write and sync a new file."""
     file = HashingFile(path)
     try:
@@ -70,12 +77,15 @@ def write_file(path: Path, content: bytes) -> FileRecord:
         file.abandon()
 
 
-def hash_file(path: Path, whole: bool = False) -> tuple[str, ...]:
+def hash_file(path: Location, whole: bool = False) -> tuple[str, ...]:
     """Return the checksums of a file as the manifest has them; whole: as version 1 had them."""
     state = BlockHasher(whole)
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            state.update(data)
+    size, buffer = num_bytes(path), memoryview(bytearray(READ_BYTES))
+    with FileReader(path) as file:
+        for start in range(0, size, READ_BYTES):
+            part = buffer[: min(READ_BYTES, size - start)]
+            file.read_into(part, start)
+            state.update(part)
     return state.checksums()
 
 
@@ -85,10 +95,10 @@ class FileReader:
     record: what the manifest says of it, None if there is none. threads: read and prove several blocks at once.
     """
 
-    def __init__(self, path: Path, record: FileRecord | None = None, threads: Executor | None = None) -> None:
+    def __init__(self, path: Location, record: FileRecord | None = None, threads: Executor | None = None) -> None:
         self.path, self._threads = path, threads
         self._record = record if record is not None and record.is_cut else None
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = os.open(path, os.O_RDONLY) if isinstance(path, Path) else -1
         self._kept: tuple[int, memoryview] | None = None  # the last block of which only a part was asked for
         self._buffer = bytearray()
 
@@ -96,7 +106,8 @@ class FileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        if isinstance(self.path, Path):
+            os.close(self._descriptor)
 
     def read(self, start: int, stop: int) -> bytearray:
         """Return the bytes [start, stop); raises as `read_into` does."""
@@ -143,6 +154,12 @@ class FileReader:
             raise ConfigError(damaged(self.path))
 
     def _read_as_it_is(self, target: memoryview, offset: int) -> None:
+        if isinstance(self.path, RemotePath):
+            data = self.path.read_range(offset, offset + len(target))
+            if len(data) < len(target):
+                raise OSError(f"{self.path} ends before its tensors do")
+            target[:] = data
+            return
         while len(target):
             count = os.preadv(self._descriptor, [target], offset)
             if count == 0:
@@ -150,7 +167,7 @@ class FileReader:
             target, offset = target[count:], offset + count
 
 
-def damaged(path: Path) -> str:
+def damaged(path: Location) -> str:
     """Say that a file is not what was saved."""
     return f"{path} is damaged: its checksum is not the one that was saved"
 
@@ -164,11 +181,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_inside(folder: Path, name: str) -> Path:
+def file_inside(folder: Location, name: str) -> Location:
     """Return the file of a checkpoint that a manifest names.
 
     Raises ConfigError unless it is there, a regular file, and reached without a symbolic link inside the folder.
     """
+    if isinstance(folder, RemotePath):
+        return folder / name  # links there are none, and that it is missing is seen when it is read
     path = folder / name
     try:
         mode = path.lstat().st_mode

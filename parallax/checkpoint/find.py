@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallax.checkpoint.manifest import read_manifest
@@ -12,14 +11,15 @@ from parallax.checkpoint.names import MANIFEST, MODEL, step_name
 from parallax.checkpoint.verify import check_files
 from parallax.errors import ConfigError
 from parallax.models.hugging_face_config import read_fields
+from parallax.storage import Location, location
 
 if TYPE_CHECKING:
     from parallax.mesh import Mesh
 
 
-def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
+def list_checkpoints(root: str | Location) -> list[tuple[int, Location]]:
     """Return (step, folder) of all finished saves under `root`, newest first, good or not."""
-    root = Path(root)
+    root = location(root)
     if not root.is_dir():
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := re.fullmatch(r"step-(\d{8,})", path.name))]
@@ -29,11 +29,11 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
 
 
 def find_latest(
-    root: str | Path,
+    root: str | Location,
     mesh: Mesh | None = None,
     older_than: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
-) -> Path | None:
+) -> Location | None:
     """Return the newest checkpoint under `root` whose manifest holds and whose files are there in their sizes, or None.
 
     Contents are verified by `load`; when it refuses one, `older_than` its step finds the one before. Given a mesh, called
@@ -42,7 +42,7 @@ def find_latest(
     found, problems = None, []
     if mesh is None or mesh.rank == 0:
         try:
-            found = _find(Path(root), older_than, notice)
+            found = _find(location(root), older_than, notice)
         except OSError as error:
             problems = [f"{root} cannot be searched for checkpoints: {error.strerror}"]
     if mesh is not None:
@@ -52,10 +52,10 @@ def find_latest(
         found, problems = gather_json(answer, mesh.world, mesh.device)[0]
     if problems:
         raise ConfigError(problems)
-    return None if found is None else Path(found)
+    return None if found is None else location(found)
 
 
-def _find(root: Path, older_than: int | None, notice: Callable[[str], None]) -> Path | None:
+def _find(root: Location, older_than: int | None, notice: Callable[[str], None]) -> Location | None:
     for step, path in list_checkpoints(root):
         if older_than is not None and step >= older_than:
             continue
@@ -72,12 +72,12 @@ def _find(root: Path, older_than: int | None, notice: Callable[[str], None]) -> 
     return None
 
 
-def find_model(path: str | Path) -> Path:
+def find_model(path: str | Location) -> Location:
     """Return the Hugging Face folder that `path` names: itself, or in a checkpoint, or in the newest one of a run.
 
     Raises ConfigError when there is none, or when the checkpoint is not complete.
     """
-    path = Path(path).expanduser()
+    path = location(path)
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; give a run, a checkpoint or a Hugging Face model's folder")
     for root in (path / "checkpoints", path):
@@ -106,7 +106,7 @@ def tokenizer_of(given: str | None) -> str | None:
     """
     if given in (None, "bytes"):
         return given
-    path = Path(given).expanduser()
+    path = location(given)
     if not any((path / name).exists() for name in ("checkpoints", MANIFEST)) and not list_checkpoints(path):
         return given
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any, TypedDict
 
 import torch
@@ -29,6 +29,7 @@ from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
 from parallax.models.hugging_face import hugging_face_tensors
 from parallax.models.hugging_face_config import from_hugging_face, read_fields
+from parallax.storage import Location, location, num_bytes
 
 ONE_FILE = "model.safetensors"
 CARRIED_FILES = ("generation_config.json",)
@@ -41,7 +42,7 @@ _FREE = ("initializer_range", "max_position_embeddings")
 _COMPARED_ROWS = 4096
 
 
-def load_weights(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> None:
+def load_weights(path: str | Location, parts: CheckpointParts, mesh: Mesh) -> None:
     """Fill the parameters, and the optimizer's main parameters if it has some, from a model folder; called by all ranks.
 
     Each rank reads its slices, but GPT-2's transposed tensors whole, one at a time.
@@ -49,7 +50,7 @@ def load_weights(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> None:
     Raises ConfigError, the same on all ranks: no such folder, no safetensors files in it, another model, or tensors that are
     not exactly the model's.
     """
-    folder = Path(path)
+    folder = location(path)
     records = together(lambda: check_weights(folder, parts), mesh, "checking the model")
 
     def fill() -> None:
@@ -61,7 +62,7 @@ def load_weights(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> None:
     together(fill, mesh, "reading the model")
 
 
-def check_weights(folder: Path, parts: CheckpointParts) -> dict[str, TensorRecord]:
+def check_weights(folder: Location, parts: CheckpointParts) -> dict[str, TensorRecord]:
     """Return where the tensors of this rank's parameters are, which may be on the meta device: no tensor is read.
 
     Raises ConfigError as `load_weights` does.
@@ -81,7 +82,7 @@ class Carried(TypedDict, total=False):
     config_fields: Mapping[str, Any]
 
 
-def look_into(init: Path | None, carried_from: Path | None, config: DecoderConfig, mesh: Mesh) -> Carried:
+def look_into(init: Location | None, carried_from: Location | None, config: DecoderConfig, mesh: Mesh) -> Carried:
     """Check, before anything is built, that the folder `init` holds the tensors of the model; return what is carried over.
 
     Called by all ranks. Raises ConfigError, the same on all of them, as `load_weights` does.
@@ -101,19 +102,19 @@ def look_into(init: Path | None, carried_from: Path | None, config: DecoderConfi
     return together(look, mesh, "reading the model")
 
 
-def carried_over(path: str | Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+def carried_over(path: str | Location) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return what a model trained from a folder keeps of it: `model_files` and `config_fields` of `CheckpointParts`.
 
     These are how to generate, and the ids of special tokens, of which there may be several where a tokenizer names one.
     Raises ConfigError when config.json cannot be read; OSError when a file cannot.
     """
-    folder = Path(path)
+    folder = location(path)
     files = {name: (folder / name).read_bytes() for name in CARRIED_FILES if (folder / name).is_file()}
     fields = read_fields(folder)
     return files, {name: fields[name] for name in CARRIED_FIELDS if fields.get(name) is not None}
 
 
-def _check_config(folder: Path, config: DecoderConfig) -> None:
+def _check_config(folder: Location, config: DecoderConfig) -> None:
     """Refuse a folder that describes another model than the run's; one without config.json is told by its tensors alone."""
     if not (folder / "config.json").is_file():
         return
@@ -124,13 +125,13 @@ def _check_config(folder: Path, config: DecoderConfig) -> None:
             raise ConfigError(f"{folder} holds another model: its {entry.name} is {there}, this run's is {here}")
 
 
-def _read_records(folder: Path) -> dict[str, TensorRecord]:
+def _read_records(folder: Location) -> dict[str, TensorRecord]:
     """Return every tensor of a model folder, from the headers of its files."""
     records: dict[str, TensorRecord] = {}
     for name in _weight_files(folder):
         path = _file(folder, name)
         with FileReader(path) as file:
-            header = read_header(path, path.stat().st_size, file.read)
+            header = read_header(path, num_bytes(path), file.read)
         for tensor, entry in header.items():
             if tensor in records:
                 raise ConfigError(f"{folder} holds {tensor} twice, in {records[tensor].slices[0].file} and in {name}")
@@ -139,10 +140,10 @@ def _read_records(folder: Path) -> dict[str, TensorRecord]:
     return records
 
 
-def _weight_files(folder: Path) -> list[str]:
+def _weight_files(folder: Location) -> list[str]:
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a Hugging Face model")
-    index = folder / Path(INDEX).name
+    index = folder / PurePosixPath(INDEX).name
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE]
     if not index.is_file():
@@ -158,7 +159,7 @@ def _weight_files(folder: Path) -> list[str]:
     return names
 
 
-def _of_this_model(folder: Path, stored: dict[str, TensorRecord], config: DecoderConfig) -> dict[str, TensorRecord]:
+def _of_this_model(folder: Location, stored: dict[str, TensorRecord], config: DecoderConfig) -> dict[str, TensorRecord]:
     """Return the tensors by the names that they have today.
 
     Some folders lack the prefix (`transformer.`, `model.`), as models saved without a head do. A tied head may be stored too.
@@ -185,7 +186,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(first) + (f" and {count - 3} more" if count > 3 else "")
 
 
-def _check_head(folder: Path, records: Mapping[str, TensorRecord], config: DecoderConfig) -> None:
+def _check_head(folder: Location, records: Mapping[str, TensorRecord], config: DecoderConfig) -> None:
     """Refuse a head that is stored though it is tied, unless it is the embedding."""
     embedding = hugging_face_tensors(config)[0].name
     rows, columns = records[embedding].shape
@@ -201,7 +202,7 @@ def _check_head(folder: Path, records: Mapping[str, TensorRecord], config: Decod
         )
 
 
-def _file(folder: Path, name: str) -> Path:
+def _file(folder: Location, name: str) -> Location:
     """Return a file of a model folder, which may be a link: the cache of Hugging Face's hub is made of them."""
     if not (folder / name).is_file():
         raise ConfigError(f"{folder / name} is missing, or no file")

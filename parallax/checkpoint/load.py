@@ -7,7 +7,6 @@ each   read the boxes of the full tensors that it holds into place, each block p
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from parallax.checkpoint.agreement import together
@@ -22,12 +21,13 @@ from parallax.checkpoint.verify import check_contents, check_files, files_to_ver
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.models.hugging_face_config import to_hugging_face
+from parallax.storage import Location, location
 
 # Fields of config.json that say nothing of what the trained model computes, or that the shapes of its tensors say.
 _FREE_FIELDS = {"architectures", "initializer_range", "torch_dtype", "max_position_embeddings", "n_positions"}
 
 
-def load(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
+def load(path: str | Location, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
     """Fill the parameters and the optimizer from the checkpoint at `path`; return state.json, `parts.state` in "training".
 
     Called by all ranks. Nothing is changed unless everything holds that can be checked without reading the tensors. Damage inside
@@ -35,7 +35,7 @@ def load(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]
 
     Raises ConfigError, the same on all ranks: the checkpoint is damaged, incomplete, or of another model.
     """
-    folder = Path(path)
+    folder = location(path)
     manifest = together(lambda: _manifest(folder, check=mesh.rank == 0), mesh, "reading the manifest")
     state = together(lambda: _check(folder, manifest, parts, mesh), mesh, "checking the checkpoint")
     together(lambda: _fill(folder, manifest, parts), mesh, "reading the checkpoint")
@@ -44,12 +44,12 @@ def load(path: str | Path, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]
     return state
 
 
-def read_state(path: str | Path) -> dict[str, Any]:
+def read_state(path: str | Location) -> dict[str, Any]:
     """Return state.json of the checkpoint at `path`: "step", "optimizer", and what the trainer gave as "training".
 
     Raises ConfigError when the checkpoint is incomplete or the file damaged; tensors are not looked at.
     """
-    folder = Path(path)
+    folder = location(path)
     manifest = _manifest(folder, check=True)
     problems = check_contents(folder, manifest, [STATE]) if STATE in manifest.files else []
     if problems:
@@ -57,7 +57,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return _read_state(folder, manifest)
 
 
-def _manifest(folder: Path, check: bool) -> Manifest:
+def _manifest(folder: Location, check: bool) -> Manifest:
     """Return the manifest; check: after a look at every file that it names, which one rank does for all."""
     manifest = read_manifest(folder)
     problems = check_files(folder, manifest) if check else []
@@ -66,7 +66,7 @@ def _manifest(folder: Path, check: bool) -> Manifest:
     return manifest
 
 
-def _check(folder: Path, manifest: Manifest, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
+def _check(folder: Location, manifest: Manifest, parts: CheckpointParts, mesh: Mesh) -> dict[str, Any]:
     """Return state.json after every check that needs the content of files; reading them is shared among the ranks."""
     share = files_to_verify(manifest, mesh.rank, mesh.layout.world_size)
     problems = check_contents(folder, manifest, share, tensors_too=False) or _check_config(folder, manifest, parts)
@@ -81,7 +81,7 @@ def _check(folder: Path, manifest: Manifest, parts: CheckpointParts, mesh: Mesh)
     return state
 
 
-def _check_config(folder: Path, manifest: Manifest, parts: CheckpointParts) -> list[str]:
+def _check_config(folder: Location, manifest: Manifest, parts: CheckpointParts) -> list[str]:
     saved = _read_json(folder, CONFIG, manifest)
     for key, asked in to_hugging_face(parts.config.resolved(), "").items():
         if key not in _FREE_FIELDS and saved.get(key) != asked:
@@ -89,7 +89,7 @@ def _check_config(folder: Path, manifest: Manifest, parts: CheckpointParts) -> l
     return []
 
 
-def _read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def _read_state(folder: Location, manifest: Manifest) -> dict[str, Any]:
     state = _read_json(folder, STATE, manifest)
     is_state = all(isinstance(state.get(key), dict) for key in ("optimizer", "training"))
     if not is_state or type(state.get("step")) is not int or state["step"] != manifest.step:
@@ -97,7 +97,7 @@ def _read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _read_json(folder: Path, name: str, manifest: Manifest) -> dict[str, Any]:
+def _read_json(folder: Location, name: str, manifest: Manifest) -> dict[str, Any]:
     if name not in manifest.files:
         raise ConfigError(f"{folder} is no checkpoint of a run: it has no {name}")
     try:
@@ -111,7 +111,7 @@ def _read_json(folder: Path, name: str, manifest: Manifest) -> dict[str, Any]:
     return fields
 
 
-def _fill(folder: Path, manifest: Manifest, parts: CheckpointParts) -> None:
+def _fill(folder: Location, manifest: Manifest, parts: CheckpointParts) -> None:
     with TensorReader(folder, manifest.model, manifest.files) as reader:
         fill_model(reader, parts, main_params=False)
     with TensorReader(folder, manifest.optimizer, manifest.files) as reader:

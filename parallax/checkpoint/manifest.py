@@ -20,6 +20,7 @@ from parallax.checkpoint.blocks import num_blocks
 from parallax.checkpoint.names import MANIFEST
 from parallax.checkpoint.safetensors_file import ITEM_BYTES, natural_numbers, parse_json
 from parallax.errors import ConfigError
+from parallax.storage import Location, num_bytes
 
 FORMAT = "parallax-checkpoint"
 VERSION, OLDER_VERSIONS = 2, (1,)
@@ -103,14 +104,14 @@ def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(_dump(body)).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Return the manifest of a checkpoint folder, checked in itself: form, checksum, paths, and that slices cover.
 
     Raises ConfigError, one sentence.
     """
     path = folder / MANIFEST
     try:
-        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
+        if (isinstance(path, Path) and path.is_symlink()) or num_bytes(path) > MAX_MANIFEST_BYTES:
             raise ConfigError(f"{path} is no manifest of a checkpoint")
         text = path.read_bytes()
     except OSError as error:

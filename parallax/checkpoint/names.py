@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from parallax.storage import Location
 
 MODEL, OPTIMIZER = "model", "optimizer"  # folders; in them, the tensor files begin with the same word
 INDEX = "model/model.safetensors.index.json"
@@ -10,6 +10,7 @@ CONFIG = "model/config.json"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"  # ends the name of a folder whose save is under way or was cut
+MARK = "partial"  # behind an address: a file in such a folder
 
 
 def step_name(step: int) -> str:
@@ -17,6 +18,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(folder: PurePath) -> int:
+def step_of(folder: Location) -> int:
     """Return the step of a checkpoint folder, from its name."""
     return int(folder.name.removeprefix("step-"))

@@ -8,8 +8,6 @@ logits = model(ids)[..., : model.config.vocab_size]
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from parallax.checkpoint.initial_weights import check_weights, load_weights
@@ -19,11 +17,12 @@ from parallax.mesh import Layout, Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.hugging_face_config import read_hugging_face_config
 from parallax.models.stages import build_stages, shape_stages
+from parallax.storage import Location, location
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 
 
 def open_model(
-    folder: str | Path, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    folder: str | Location, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> DecoderStage:
     """Return the whole model of a Hugging Face folder, its weights converted to `dtype`.
 
@@ -36,9 +35,9 @@ def open_model(
         raise ConfigError([f"{folder}: {problem}" for problem in problems])
     layers = [range(config.num_hidden_layers)]
     # Names, then shapes alone: a configuration that lies about sizes is found before memory is asked for.
-    check_weights(Path(folder), CheckpointParts(config, []))
+    check_weights(location(folder), CheckpointParts(config, []))
     (shaped,) = shape_stages(config, layers, [[0]], 0).values()
-    check_weights(Path(folder), CheckpointParts(config, list(named_parameters_with_facts(shaped))))
+    check_weights(location(folder), CheckpointParts(config, list(named_parameters_with_facts(shaped))))
     (stage,) = build_stages(config, layers, [[0]], 0, seed=None, device=device, dtype=dtype).values()
     load_weights(folder, CheckpointParts(config, list(named_parameters_with_facts(stage)), dtype=dtype), mesh)
     return stage.eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -56,12 +55,12 @@ def weights_of(
 
 
 class TokenizerFiles(Protocol):
-    """A tokenizer that can write the files from which transformers opens it."""
+    """A tokenizer that has the files, by name, from which transformers opens it."""
 
     eos_id: int | None
     bos_id: int | None
 
-    def save(self, folder: str | Path) -> None: ...
+    def files(self) -> Mapping[str, bytes]: ...
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from parallax.checkpoint.geometry import Box
 from parallax.checkpoint.manifest import FileRecord, TensorRecord
 from parallax.checkpoint.parts import DTYPES
 from parallax.checkpoint.safetensors_file import ITEM_BYTES
+from parallax.storage import Location
 
 READ_BYTES = 32 << 20  # at once
 PAGE_BYTES = 4096  # what a disk and the page cache read at least
@@ -30,10 +30,10 @@ class TensorReader:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         records: Mapping[str, TensorRecord],
         files: Mapping[str, FileRecord] | None = None,
-        find: Callable[[Path, str], Path] = file_inside,
+        find: Callable[[Location, str], Location] = file_inside,
     ) -> None:
         self.folder, self.records, self._files, self._find = folder, records, files or {}, find
         self._opened: dict[str, FileReader] = {}

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from parallax.errors import ConfigError
@@ -54,7 +53,7 @@ def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[by
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def read_header(where: Path, size: int, read: Callable[[int, int], bytes | bytearray]) -> dict[str, Entry]:
+def read_header(where: object, size: int, read: Callable[[int, int], bytes | bytearray]) -> dict[str, Entry]:
     """Return the tensors that a safetensors file of `size` bytes holds, after checking that they fill it exactly.
 
     read: returns the bytes [start, stop). Raises ConfigError, one sentence that names the file, when it is no such file.

@@ -1,43 +1,42 @@
 """Write a checkpoint: all ranks together, each its files, into a folder that gets its name when it is complete.
 
     all        say what they hold; plan who writes what
-    rank 0     make step-N.partial, write config.json, tokenizer files, state.json
+    rank 0     make the folder, write config.json, tokenizer files, state.json
     all        round by round send parts to their writers, who append them to their files
     all        sync their files; say size and checksum of each, or what went wrong
-    rank 0     write the index and the manifest, sync the folders, rename to step-N
+    rank 0     write the index and the manifest, make it the checkpoint step-N (parallax.checkpoint.place)
 
 What goes wrong on one rank (a full disk, a missing permission) is kept until the others have heard of it: that rank goes
-on taking part, then all raise the same error and rank 0 removes the folder. A save that is killed leaves the .partial
-folder, which nothing reads and the next save removes.
+on taking part, then all raise the same error and rank 0 removes the folder. A save that is killed leaves a folder which nothing
+reads and the next save removes.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
+from parallax.checkpoint import place
 from parallax.checkpoint.agreement import Ranks, exchange_or_raise
-from parallax.checkpoint.files import HashingFile, hash_file, sync, write_file
+from parallax.checkpoint.files import HashingFile, write_file
 from parallax.checkpoint.holdings import gather_sources
 from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord
-from parallax.checkpoint.names import CONFIG, INDEX, MANIFEST, MODEL, OPTIMIZER, PARTIAL, STATE, step_name
+from parallax.checkpoint.names import CONFIG, INDEX, MANIFEST, MODEL, OPTIMIZER, STATE, step_name
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.checkpoint.plan import FilePlan, Unit, model_targets, optimizer_targets, plan_files, rounds
-from parallax.checkpoint.retention import remove_leftovers
 from parallax.checkpoint.transfer import LocalTensors, transfer
 from parallax.collectives import barrier
 from parallax.errors import ConfigError
 from parallax.models.hugging_face_config import to_hugging_face
+from parallax.storage import Location, location
 
 
-def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Ranks) -> Path:
-    """Save the run as `folder/step-N` and return that path; called by all ranks, which all see the same file system.
+def save(folder: str | Location, step: int, parts: CheckpointParts, mesh: Ranks) -> Location:
+    """Save the run as `folder/step-N` and return that; called by all ranks, which all see the same file system or address.
 
     A checkpoint of the same step is replaced. Needs up to 300 MiB of memory beside what the run holds, or four times the
     largest tensor where tensors are not stored as they are (GPT-2's transposed weights).
@@ -45,7 +44,7 @@ def save(folder: str | Path, step: int, parts: CheckpointParts, mesh: Ranks) -> 
     Raises ConfigError, the same on all ranks, when a rank cannot write; then nothing is left of the attempt.
     """
     content = small_files(step, parts)  # on every rank, so that a state that is no JSON is every rank's error
-    return write(Path(folder), step, content, parts, make_plan(parts, mesh), LocalTensors(parts), mesh)
+    return write(location(folder), step, content, parts, make_plan(parts, mesh), LocalTensors(parts), mesh)
 
 
 @dataclass
@@ -71,34 +70,35 @@ def make_plan(parts: CheckpointParts, ranks: Ranks) -> SavePlan:
 
 
 def write(
-    folder: Path,
+    folder: Location,
     step: int,
     content: Mapping[str, bytes],
     parts: CheckpointParts,
     plan: SavePlan,
     local: LocalTensors,
     ranks: Ranks,
-) -> Path:
+) -> Location:
     """Write `folder/step-N` from tensors that stay as they are meanwhile; called by all ranks.
 
     content: of the small files, by path. Of `parts` only the tokenizer is used. Raises ConfigError as `save` does.
     """
     final = folder / step_name(step)
-    partial = final.with_name(final.name + PARTIAL)
-    writer = _Writer(partial, ranks)
+    written = place.written_as(final)
+    writer = _Writer(written, ranks)
+    small: dict[str, FileRecord] = {}
     try:
         if ranks.rank == 0:
-            writer.attempt(lambda: _begin(partial, content, parts))
+            writer.attempt(lambda: small.update(_begin(final, content, parts)))
         exchange_or_raise(writer.problems, None, ranks)
         writer.write_tensors(plan, local)
         rows = exchange_or_raise(writer.problems, writer.records, ranks)
         if ranks.rank == 0:
             records = {name: FileRecord(size, tuple(sums)) for row in rows for name, (size, sums) in row.items()}
-            writer.attempt(lambda: _commit(final, partial, step, plan.files, records))
+            writer.attempt(lambda: _commit(final, step, plan.files, small | records))
         exchange_or_raise(writer.problems, None, ranks)
     except ConfigError:
         if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            place.discard(final)
         barrier(ranks.world)  # who goes on from here may end the job, and the folder must be gone by then
         raise
     return final
@@ -120,24 +120,21 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def _begin(partial: Path, small_files: Mapping[str, bytes], parts: CheckpointParts) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    sync(partial.parent.parent)  # its name may be new there
-    remove_leftovers(partial.parent)
-    for folder in (MODEL, OPTIMIZER):
-        (partial / folder).mkdir(parents=True)
-    if parts.tokenizer is not None:
-        parts.tokenizer.save(partial / MODEL)
-    for name, content in small_files.items():
-        (partial / name).unlink(missing_ok=True)  # the run's word on it, such as its chat template, not the tokenizer's
-        write_file(partial / name, content)
+def _begin(final: Location, content: Mapping[str, bytes], parts: CheckpointParts) -> dict[str, FileRecord]:
+    """Make the folder and its small files; return what the manifest says of them."""
+    place.begin(final, (MODEL, OPTIMIZER))
+    written = place.written_as(final)
+    tokenizer = {} if parts.tokenizer is None else parts.tokenizer.files()
+    # The run's word on a file, such as its chat template, goes before the tokenizer's.
+    content = {**{f"{MODEL}/{name}": data for name, data in tokenizer.items()}, **content}
+    return {name: write_file(written / name, data) for name, data in content.items()}
 
 
 class _Writer:
     """One rank's writing: after its first failure it writes nothing more, but goes on taking part."""
 
-    def __init__(self, partial: Path, ranks: Ranks) -> None:
-        self._partial, self._ranks = partial, ranks
+    def __init__(self, folder: Location, ranks: Ranks) -> None:
+        self._folder, self._ranks = folder, ranks
         self._opened: dict[str, HashingFile] = {}
         self.problems: list[str] = []
         self.records: dict[str, tuple[int, list[str]]] = {}  # size and checksums of each file of tensors
@@ -149,7 +146,7 @@ class _Writer:
                 action()
         except OSError as error:
             self.problems.append(
-                f"rank {self._ranks.rank} cannot write the checkpoint {self._partial} ({error.strerror or error}); "
+                f"rank {self._ranks.rank} cannot write the checkpoint {self._folder} ({error.strerror or error}); "
                 "give all ranks write access and enough room there, or another --out"
             )
 
@@ -166,7 +163,7 @@ class _Writer:
 
     def _append(self, file: FilePlan, content: bytes | memoryview = b"") -> None:
         if file.name not in self._opened:
-            self._opened[file.name] = HashingFile(self._partial / file.name)
+            self._opened[file.name] = HashingFile(self._folder / file.name)
             self._opened[file.name].write(file.header)
         self._opened[file.name].write(content)
 
@@ -176,31 +173,18 @@ class _Writer:
         self.records[file.name] = (record.bytes, list(record.sha256))
 
 
-def _commit(
-    final: Path, partial: Path, step: int, files: Sequence[FilePlan], records: Mapping[str, FileRecord]
-) -> None:
-    """Write what names everything else, see that the disk has it, and give the folder its name."""
+def _commit(final: Location, step: int, files: Sequence[FilePlan], records: Mapping[str, FileRecord]) -> None:
+    """Write what names everything else, and make it a checkpoint."""
+    written = place.written_as(final)
     tensors: dict[str, dict[str, TensorRecord]] = {MODEL: {}, OPTIMIZER: {}}
     for file in files:
         for name, entry in file.entries.items():
-            place = Slice(file.name, entry.offset, (0,) * len(entry.shape), entry.shape)
-            tensors[file.name.partition("/")[0]][name] = TensorRecord(entry.dtype, entry.shape, (place,))
+            where = Slice(file.name, entry.offset, (0,) * len(entry.shape), entry.shape)
+            tensors[file.name.partition("/")[0]][name] = TensorRecord(entry.dtype, entry.shape, (where,))
     model_files = [file for file in files if file.name.startswith(f"{MODEL}/")]
-    weight_map = {name: Path(file.name).name for file in model_files for name in file.entries}
+    weight_map = {name: PurePosixPath(file.name).name for file in model_files for name in file.entries}
     total = sum(entry.num_bytes for file in model_files for entry in file.entries.values())
-    write_file(partial / INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    records = dict(records)
-    for path in sorted(partial.rglob("*")):
-        name = path.relative_to(partial).as_posix()
-        if path.is_file() and name not in records:
-            sync(path)
-            records[name] = FileRecord(path.stat().st_size, hash_file(path))
-    write_file(partial / MANIFEST, Manifest(step, records, tensors[MODEL], tensors[OPTIMIZER]).encode())
-    for folder in (partial / MODEL, partial / OPTIMIZER, partial):
-        sync(folder)
-    replaced = final.with_name(f"{final.name}.replaced{PARTIAL}")
-    if final.exists():
-        os.rename(final, replaced)
-    os.rename(partial, final)
-    sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    index = write_file(written / INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    manifest = Manifest(step, {**records, INDEX: index}, tensors[MODEL], tensors[OPTIMIZER])
+    write_file(written / MANIFEST, manifest.encode())
+    place.commit(final)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from parallax.checkpoint.files import FileReader, damaged, file_inside, hash_file
 from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, read_manifest
 from parallax.checkpoint.safetensors_file import read_header
 from parallax.errors import ConfigError
+from parallax.storage import Location, RemotePath, location, names_below, num_bytes
 
 # What torch.save and its users name their files; loading one runs code that is in it.
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 
-def verify(path: str | Path) -> list[str]:
+def verify(path: str | Location) -> list[str]:
     """Return what is wrong with the checkpoint at `path`, a sentence each; nothing if all of it is as it was saved."""
-    folder = Path(path)
+    folder = location(path)
     try:
         manifest = read_manifest(folder)
     except ConfigError as error:
@@ -24,23 +25,29 @@ def verify(path: str | Path) -> list[str]:
     return check_files(folder, manifest) or check_contents(folder, manifest, manifest.files)
 
 
-def check_files(folder: Path, manifest: Manifest) -> list[str]:
+def check_files(folder: Location, manifest: Manifest) -> list[str]:
     """Return which files are missing, are no plain files inside the folder, have another size, or are pickles."""
     problems = []
+    sizes = folder.sizes() if isinstance(folder, RemotePath) else None  # all in one request
     for name, record in manifest.files.items():
         try:
-            size = file_inside(folder, name).stat().st_size
+            if sizes is None:
+                size = num_bytes(file_inside(folder, name))
+            elif name in sizes:
+                size = sizes[name]
+            else:
+                raise ConfigError(f"{folder / name} is missing")
             if size != record.bytes:
                 problems.append(f"{folder / name} has {size} bytes, {record.bytes} were saved")
         except (ConfigError, OSError) as error:
             problems.append(str(error))
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in PICKLE_SUFFIXES:
-            problems.append(f"{path} looks like a pickle, which can run code when it is loaded; remove it")
+    for path in names_below(folder):
+        if PurePosixPath(path).suffix in PICKLE_SUFFIXES:
+            problems.append(f"{folder / path} looks like a pickle, which can run code when it is loaded; remove it")
     return problems
 
 
-def check_contents(folder: Path, manifest: Manifest, names: Iterable[str], tensors_too: bool = True) -> list[str]:
+def check_contents(folder: Location, manifest: Manifest, names: Iterable[str], tensors_too: bool = True) -> list[str]:
     """Return which of the files `names` have another checksum, or other tensors inside than the manifest says.
 
     tensors_too: whether tensors are read; who reads them block by block later (parallax.checkpoint.reader) proves them then.
@@ -74,7 +81,7 @@ def _slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[str, Slice]
     return found
 
 
-def _check_tensors(path: Path, record: FileRecord, expected: dict[str, tuple[str, Slice]]) -> list[str]:
+def _check_tensors(path: Location, record: FileRecord, expected: dict[str, tuple[str, Slice]]) -> list[str]:
     """Return whether the file's own header and the manifest disagree."""
     with FileReader(path, record) as file:
         header = read_header(path, record.bytes, file.read)

@@ -14,6 +14,7 @@ from parallax.checkpoint.find import tokenizer_of
 from parallax.cli.text_stream import stream_text
 from parallax.errors import ConfigError
 from parallax.models.sampling import Sampling
+from parallax.storage import Location
 
 if TYPE_CHECKING:
     from parallax.data.chat.encoded import ChatEncoder
@@ -44,7 +45,9 @@ def add_commands(groups: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="a run's folder, a checkpoint, or a Hugging Face model's folder"
+        "model",
+        metavar="MODEL",
+        help="a run's folder, a checkpoint, or a Hugging Face model's folder; or an address, as in s3://bucket/run",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="answer as the assistant; without --prompt a conversation")
@@ -81,8 +84,11 @@ def _generate(options: argparse.Namespace) -> int:
     # What can be wrong without torch, whose import takes seconds, has been said by now.
     from parallax.checkpoint.find import find_model
 
-    folder = find_model(options.model)
-    speaker = _Speaker(folder, options, sampling, with_template=options.chat or chat is not None)
+    try:
+        folder = find_model(options.model)
+        speaker = _Speaker(folder, options, sampling, with_template=options.chat or chat is not None)
+    except OSError as error:
+        raise ConfigError(f"{options.model} cannot be read: {error}") from error
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -158,7 +164,7 @@ def _converse(speaker: _Speaker, messages: list[dict[str, Any]]) -> None:
 class _Speaker:
     """A model with its tokenizer, and with a chat template if it is to chat; writes what it generates to stdout."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace, sampling: Sampling, with_template: bool) -> None:
+    def __init__(self, folder: Location, options: argparse.Namespace, sampling: Sampling, with_template: bool) -> None:
         from parallax.data.tokenizers import load_tokenizer
 
         self.folder, self.sampling, self.max_tokens = folder, sampling, options.max_tokens
@@ -240,7 +246,7 @@ class _Speaker:
         return said
 
 
-def _open(folder: Path, precision: str) -> DecoderStage:
+def _open(folder: Location, precision: str) -> DecoderStage:
     import torch
 
     from parallax.checkpoint.open_model import open_model
@@ -249,7 +255,7 @@ def _open(folder: Path, precision: str) -> DecoderStage:
     return open_model(folder, device=device, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
 
 
-def _end_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
+def _end_ids(folder: Location, tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text: of generation_config.json, config.json and the tokenizer."""
     from parallax.models.hugging_face_config import read_fields
 

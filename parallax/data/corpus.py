@@ -23,6 +23,7 @@ from parallax.data.encoding.blocks import cannot_read_table, line_blocks
 from parallax.data.encoding.lines import BadRecord, text_of_line
 from parallax.data.encoding.sources import MAGIC, Format, check_packing, format_of, open_bytes
 from parallax.errors import ConfigError
+from parallax.storage import is_address
 
 HEAD_BYTES = 8192  # enough to tell text from binary, as git does
 CHECKED_FILES_PER_FOLDER = 100
@@ -109,6 +110,8 @@ def user_corpus(paths: Sequence[str], rules: Reading = Reading()) -> Corpus:
 def check_data_path(given: str, rules: Reading = Reading()) -> list[str]:
     """Say what is wrong with a path, looking only at the first bytes of its files."""
     path, flag = Path(given), rules.flag
+    if is_address(given):
+        return [behind_address(f"{flag}{given}")]
     try:
         if path.is_dir():
             text = (file for file in _walk(path) if _is_text(file))
@@ -130,6 +133,11 @@ def check_data_path(given: str, rules: Reading = Reading()) -> list[str]:
         return [f"{flag}{error.filename or given}: it cannot be read ({error.strerror})."]
     except ConfigError as error:
         return [f"{flag}{problem}" for problem in error.problems]
+
+
+def behind_address(given: str) -> str:
+    """Say why data are not read from an address."""
+    return f"{given}: data are read from a disk, which maps them into memory; copy them there, and give the path."
 
 
 def corpus_files(corpus: Corpus) -> list[DataFile]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from parallax.data.corpus import Reading, check_data_path
+from parallax.data.corpus import Reading, behind_address, check_data_path
 from parallax.errors import ConfigError
+from parallax.storage import is_address
 
 INDEX_MAGIC = b"MMIDIDX\0\0"
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -104,6 +105,8 @@ def is_token_file(given: str) -> bool:
 
 def check_path(given: str, flag: str = "--data ") -> list[str]:
     """Say what is wrong with a path, looking only at the first bytes of its files."""
+    if is_address(given):
+        return [behind_address(f"{flag}{given}")]
     if not is_token_file(given):
         if Path(given).exists() and Path(given + ".idx").exists():
             return [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from parallax.errors import ConfigError
+from parallax.storage import local_folder
 
 POSSIBLE = "give a sentencepiece .model, a Hugging Face tokenizer folder or tokenizer.json, or bytes"
 
@@ -29,16 +30,16 @@ def find_tokenizer(given: str | None) -> TokenizerSource:
         return TokenizerSource("default")
     if given == "bytes":
         return TokenizerSource("bytes")
-    path = Path(given)
     try:
+        path = local_folder(given)
         if path.is_dir():
-            path = _main_file(path)
+            path = _main_file(path, given)
         elif not path.exists():
             raise ConfigError(f"--tokenizer {given}: there is no such file or folder; {POSSIBLE}.")
         with open(path, "rb") as stream:
             head = stream.read(64)
     except OSError as error:
-        raise ConfigError(f"--tokenizer {path}: it cannot be read ({error.strerror}).") from error
+        raise ConfigError(f"--tokenizer {given}: it cannot be read ({error.strerror}).") from error
     if path.suffix == ".json":
         if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
             raise ConfigError(f"--tokenizer {path}: the file is no tokenizer.json; {POSSIBLE}.")
@@ -48,11 +49,11 @@ def find_tokenizer(given: str | None) -> TokenizerSource:
     return TokenizerSource("sentencepiece", path)
 
 
-def _main_file(folder: Path) -> Path:
+def _main_file(folder: Path, given: str) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
     raise ConfigError(
-        f"--tokenizer {folder}: the folder holds neither tokenizer.json nor tokenizer.model; a tokenizer in an older "
+        f"--tokenizer {given}: the folder holds neither tokenizer.json nor tokenizer.model; a tokenizer in an older "
         "format is converted by loading it with transformers and saving it again."
     )

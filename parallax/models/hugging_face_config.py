@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from parallax.errors import ConfigError
 from parallax.models.config import FAMILIES, DecoderConfig
+from parallax.storage import Location, location
 
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
@@ -55,7 +55,7 @@ GPT: dict[str, Any] = {
 }
 
 
-def read_hugging_face_config(path: str | Path) -> DecoderConfig:
+def read_hugging_face_config(path: str | Location) -> DecoderConfig:
     """Return the model that a config.json, or a folder with one in it, describes.
 
     Raises ConfigError, a sentence for each problem: no readable JSON, or a model of another kind.
@@ -63,9 +63,9 @@ def read_hugging_face_config(path: str | Path) -> DecoderConfig:
     return from_hugging_face(read_fields(path), str(path))
 
 
-def read_fields(path: str | Path) -> dict[str, Any]:
+def read_fields(path: str | Location) -> dict[str, Any]:
     """Return the fields of a config.json, or of the one in a folder; raise ConfigError unless it is a JSON object."""
-    path = Path(path)
+    path = location(path)
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

@@ -30,8 +30,8 @@ class ModelOptions:
     init: Annotated[
         str | None, named("init", "pretrained-checkpoint", metavar="FOLDER", default="a new model, random weights")
     ] = None
-    """Start from the weights of a Hugging Face model's folder, or of the newest checkpoint of a run; the model and, unless it is
-    given, the tokenizer are that folder's."""
+    """Start from the weights of a Hugging Face model's folder, or of the newest checkpoint of a run, by its path or an address,
+    such as s3://bucket/run; the model and, unless it is given, the tokenizer are that folder's."""
 
     model: Annotated[str, named("model", metavar="NAME|PATH")] = "tiny"
     """tiny, gpt2-124m, llama-1b, llama3-8b, llama3-70b, llama3-405b, gpt3-175b, qwen3-0.6b, or a Hugging Face config.json."""

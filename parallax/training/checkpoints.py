@@ -19,12 +19,14 @@ from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.load import load, read_state
 from parallax.checkpoint.names import step_of
 from parallax.checkpoint.parts import CheckpointParts
-from parallax.checkpoint.retention import remove_checkpoint, replaced_checkpoints
+from parallax.checkpoint.place import remove
+from parallax.checkpoint.retention import replaced_checkpoints
 from parallax.checkpoint.save import save
 from parallax.collectives import gather_json
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.precision.scales import gather_scales
+from parallax.storage import Location, location
 from parallax.training.safety import SafetyOptions
 from parallax.training.state import TrainState
 
@@ -67,11 +69,11 @@ class Resume:
     """What `--resume` was given, where the run's checkpoints are, and what tells whether one is of this run."""
 
     choice: str  # auto, none or a path
-    root: Path
+    root: Location
     identity: Identity
     compare: Compare
 
-    def find(self, mesh: Mesh, older_than: int | None = None) -> Path | None:
+    def find(self, mesh: Mesh, older_than: int | None = None) -> Location | None:
         """Return the checkpoint to go on from, or None for a fresh start; called by all ranks, before a model is built.
 
         Raises ConfigError, the same on all ranks, if going on from there would not continue the run that was saved.
@@ -83,7 +85,7 @@ class Resume:
                     f"--resume none would mix a new run with the checkpoints in {self.root}; give another --out"
                 )
             return None
-        start = newest if self.choice == "auto" else Path(self.choice).expanduser()
+        start = newest if self.choice == "auto" else location(self.choice)
         if start is None:
             return None
         try:
@@ -102,7 +104,7 @@ class Resume:
             raise ConfigError([f"{start} is of another run: {problem}; {hint}" for problem in problems])
         return start
 
-    def restore(self, start: Path | None, parts: CheckpointParts, mesh: Mesh) -> tuple[Path | None, TrainState]:
+    def restore(self, start: Location | None, parts: CheckpointParts, mesh: Mesh) -> tuple[Location | None, TrainState]:
         """Load weights, optimizer states and counters in place; return from where, and the counters. Called by all ranks.
 
         `auto` goes on from the one before a damaged checkpoint, with a notice; with a path the run ends.
@@ -114,7 +116,7 @@ class Resume:
                 start = self._older(start, error, mesh)
         return None, TrainState()
 
-    def _older(self, damaged: Path, error: ConfigError, mesh: Mesh) -> Path:
+    def _older(self, damaged: Location, error: ConfigError, mesh: Mesh) -> Location:
         older = self.find(mesh, step_of(damaged)) if self.choice == "auto" else None
         if older is None:
             raise error
@@ -129,7 +131,7 @@ def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
     return TrainState.from_dict(training["counters"])
 
 
-def _read_training(path: Path) -> tuple[int, dict[str, Any]]:
+def _read_training(path: Location) -> tuple[int, dict[str, Any]]:
     """Return a checkpoint's step, and what the trainer keeps in it."""
     state = read_state(path)
     if "counters" in state["training"]:
@@ -177,7 +179,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        root: Path,
+        root: Location,
         parts: CheckpointParts,
         identity: Identity,
         mesh: Mesh,
@@ -216,11 +218,11 @@ class Checkpoints:
         """Remove what `newest_step`, which is complete, makes needless; what cannot be removed stays, with a notice."""
         try:
             for path in replaced_checkpoints(self._root, self._safety.keep, self._safety.keep_every, newest_step):
-                remove_checkpoint(path)
+                remove(path)
         except OSError as error:
             _warn(f"an old checkpoint stays, since it cannot be removed: {error}")
 
-    def restore(self) -> tuple[Path, TrainState] | None:
+    def restore(self) -> tuple[Location, TrainState] | None:
         """Bring back the newest good checkpoint of this run; None if there is none, then nothing is changed.
 
         Raises ConfigError, the same on all ranks, when what there is turns out to be damaged: some of it may be read by then.

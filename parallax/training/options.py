@@ -20,6 +20,7 @@ from parallax.pipeline.schedules.automatic import Choice, choose_schedule
 from parallax.pipeline.split import parse_layout
 from parallax.pipeline.tables import read_schedule
 from parallax.pipeline.trace import read_trace
+from parallax.storage import RemotePath, location
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,11 @@ class FinetuneTrainingOptions(TrainingOptions):
 class RunOptions:
     """What the run reports and saves, and where it starts."""
 
-    out: Annotated[str | None, named("out", "save", metavar="FOLDER", default="runs/ and the model's name")] = None
-    """Folder for metrics.jsonl, TensorBoard events, config.json and checkpoints."""
+    out: Annotated[str | None, named("out", "save", metavar="FOLDER|ADDRESS", default="runs/ and the model's name")] = (
+        None
+    )
+    """Folder for metrics.jsonl, TensorBoard events, config.json and checkpoints; or an address, such as s3://bucket/run, for the
+    checkpoints, all else being in a folder of that name in runs/. parallax checkpoint list FOLDER lists them."""
 
     resume: Annotated[str, named("resume", metavar="auto|none|PATH")] = "auto"
     """Where to start: auto goes on from the newest complete checkpoint in --out, if any; PATH from that one."""
@@ -306,10 +310,27 @@ class RunOptions:
             )
         if self.world_size is not None and self.world_size < 1:
             problems.append(f"--world-size {self.world_size} must be at least 1")
-        if self.resume not in ("auto", "none") and not Path(self.resume).expanduser().exists():
-            problems.append(f"--resume {self.resume}: there is no such checkpoint; use auto, none or the path of one")
-        if not self.dry_run and self.out is not None and (reason := _why_not_writable(Path(self.out).expanduser())):
-            problems.append(f"--out {self.out} cannot be written: {reason}")
+        return problems + self._check_places()
+
+    def _check_places(self) -> list[str]:
+        problems = []
+        try:
+            if self.resume not in ("auto", "none") and not location(self.resume).exists():
+                problems.append(
+                    f"--resume {self.resume}: there is no such checkpoint; use auto, none or the path of one"
+                )
+        except (ConfigError, OSError) as error:
+            problems.append(f"--resume {self.resume}: {error}")
+        if self.dry_run or self.out is None:
+            return problems
+        try:
+            place = location(self.out)
+            if isinstance(place, RemotePath):
+                place.exists()
+            elif reason := _why_not_writable(place):
+                problems.append(f"--out {self.out} cannot be written: {reason}")
+        except (ConfigError, OSError) as error:
+            problems.append(f"--out {self.out} cannot be used: {error}")
         return problems
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from parallax.checkpoint import retention
+from parallax.checkpoint import place
 from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.names import step_name
-from parallax.checkpoint.retention import remove_checkpoint, remove_leftovers, replaced_checkpoints
+from parallax.checkpoint.place import remove as remove_checkpoint
+from parallax.checkpoint.place import remove_leftovers
+from parallax.checkpoint.retention import replaced_checkpoints
 from parallax.checkpoint.save import save
 from tests.checkpoint.runs import LLAMA, build_parts, single_process_mesh
 
@@ -63,7 +65,7 @@ def test_a_removal_cut_short_leaves_nothing_that_is_taken_for_a_checkpoint(
         raise OSError("killed here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(retention.shutil, "rmtree", cut)
+        patch.setattr(place.shutil, "rmtree", cut)
         with pytest.raises(OSError):
             remove_checkpoint(root / step_name(6))
     assert find_latest(root) == root / step_name(5)

@@ -48,8 +48,22 @@ def test_list_shows_the_newest_first_with_what_is_missing(capsys: pytest.Capture
 def test_what_is_no_checkpoint_and_no_run_is_one_sentence_and_status_2(
     capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    for command, words in (("verify", "is no folder"), ("list", "holds no run")):
+    for command, words in (("verify", "there is no folder"), ("list", "holds no run")):
         status, out, err = run(capsys, f"checkpoint {command} {tmp_path / 'absent'}")
         assert (status, out) == (2, "") and err.count("\n") == 1 and words in err
     (tmp_path / "checkpoints").mkdir()
     assert run(capsys, f"checkpoint list {tmp_path}")[:2] == (0, f"no checkpoints in {tmp_path / 'checkpoints'}\n")
+    status, out, err = run(capsys, f"checkpoint verify {tmp_path}")
+    assert (status, out) == (2, "") and f"{tmp_path} holds no checkpoint; give one, or a run, as in" in err
+
+
+def test_verify_of_a_run_proves_all_its_checkpoints(capsys: pytest.CaptureFixture, folder: Path) -> None:
+    for given in (folder, folder / "checkpoints"):
+        status, out, err = run(capsys, f"checkpoint verify {given}")
+        assert status == 1 and out.count("as they were saved") == 1 and "step-00000010: step 10, " in out
+        assert "step-00000020" in err and "is damaged" in err
+
+
+def test_a_step_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture, folder: Path) -> None:
+    status, out, err = run(capsys, f"checkpoint verify {folder / 'checkpoints' / 'step-00000400'}")
+    assert (status, out) == (2, "") and "step-00000020, step-00000010" in err and "parallax checkpoint list" in err

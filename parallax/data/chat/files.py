@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from parallax.data.chat.records import BadChat, Chat, parse_json, to_chat
+from parallax.data.corpus import behind_address
 from parallax.data.encoding.sources import check_packing, open_bytes
 from parallax.errors import ConfigError
+from parallax.storage import is_address
 
 PARQUET_MAGIC = b"PAR1"
 MAX_LINE_CHARACTERS = 1 << 26  # a chat of this size has some 16 million tokens
@@ -40,6 +42,8 @@ def read_chats(path: str | Path) -> Iterator[tuple[int, Chat | BadChat]]:
 def check_chat_file(given: str) -> list[str]:
     """Say what is wrong with a file of --data, without reading it."""
     path = Path(given)
+    if is_address(given):
+        return [behind_address(f"--data {given}")]
     try:
         if path.is_dir():
             return [f"--data {given}: this is a folder; name the .jsonl or .parquet files in it."]
