@@ -111,10 +111,11 @@ class _Loop:
         self.lag = 1 if self.mesh.device.type == "cuda" else 0
         self.issued: deque[_Issued] = deque()
         self.watch = Stopwatch()
-        self.observer = Observer(run.train_step, run.options, run.out)
+        self.observer = Observer(run.train_step, run.options, run.out, run.state.step)
         self._say(self.observer.notices(0))
         self.stop: StopReason | None = None
         self.good: tuple[_Issued, list[float]] | None = None  # the last good step, and its numbers
+        self.peak_is_believed = True
         self.bad_in_a_row = 0
         self.rollbacks: Counter[int] = Counter()  # by the step gone back to
         run.train_step.judge.mean_loss.fill_(run.state.mean_loss)
@@ -274,13 +275,17 @@ class _Loop:
         """The values of one logged step, whose numbers have been waited for."""
         run = self.run
         seconds, steps, work = self.watch.read()
+        share = mfu(work.flops(run.model) / seconds, run.peak_flops)
+        if share is None and self.peak_is_believed:
+            self.peak_is_believed = False
+            run.metrics.say("mfu            unknown: the machine was too busy at the start for its peak to be measured")
         return {
             "loss": numbers[0],
             "grad_norm": numbers[1],
             "lr": step.learning_rate,
             "tokens": run.state.tokens,
             "tokens_per_second": work.targets / seconds,
-            "mfu": mfu(work.flops(run.model) / seconds, run.peak_flops),
+            "mfu": share if self.peak_is_believed else None,
             "step_seconds": seconds / steps,
             "memory_bytes": peak_memory_bytes(self.mesh.device),
             **self.observer.values(),

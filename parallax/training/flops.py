@@ -1,16 +1,20 @@
 """Model FLOPs utilisation: what share of the devices' peak the model's own operations use.
 
 The peak of a GPU is its dense bf16 rate, whatever precision the run has: half of what data sheets print, who count 2:4 sparsity.
-Where there is no entry (a CPU, a GPU not listed), the rate of a large matrix product in the run's precision is measured once.
+Where there is no entry (a CPU, a GPU not listed), the rate of matrix products in the run's precision is measured once. On a CPU
+that others use too, a product has to be short: one that takes longer than a slice of the scheduler (a few ms) is never whole.
 The model's operations are `parallax.models.config.flops_per_token`: causal attention as half a square, recomputation not
 counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from parallax.data.encoding.pool import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -99,19 +103,19 @@ def gpu_peak_flops(name: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of one device: of the GPU by its name, else of a matrix product in `dtype`, measured now."""
+    """Return the peak FLOP/s of one device: of the GPU by its name, else of matrix products in `dtype`, measured now."""
     import torch
 
     if device.type == "cuda":
         peak = gpu_peak_flops(torch.cuda.get_device_name(device))
-        return peak if peak is not None else measured_flops(device, dtype, size=8192)
+        return peak if peak is not None else measured_flops(device, dtype, sizes=(8192,))
     return measured_flops(device, dtype)
 
 
 def total_peak_flops(mesh: Mesh, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of all ranks' devices together; called by all ranks.
 
-    CPU ranks measure at the same time, since those of one host share its cores.
+    CPU ranks of one host share its cores: together they have no more than the cores have.
     """
     import torch
 
@@ -119,32 +123,44 @@ def total_peak_flops(mesh: Mesh, dtype: torch.dtype) -> float:
 
     barrier(mesh.world)
     peak = torch.tensor(peak_flops(mesh.device, dtype), dtype=torch.float64, device=mesh.device)
+    if mesh.device.type == "cpu":
+        peak *= share_of_cores(torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), usable_cores())
     return all_reduce_(peak, mesh.world).item()
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, budget_seconds: float = 0.3) -> float:
+def share_of_cores(threads: int, ranks: int, cores: int) -> float:
+    """Return what part of the rate that a rank has alone it has while all do; `ranks` processes of one host have `threads` each."""
+    return min(1.0, cores / (ranks * min(threads, cores)))
+
+
+def measured_flops(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = (512, 1024, 2048), budget_seconds: float = 0.3
+) -> float:
     """Return the best FLOP/s of square matrix products, with the number of threads that torch has now.
 
-    size: rows and columns. On a CPU core that reaches 100 GFLOP/s, one product of 1024 takes 21 ms.
+    sizes: rows and columns, tried in turn: a core does 512 in 3 ms at 100 GFLOP/s, many need larger ones to be busy.
     """
     import torch
 
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    result = torch.empty_like(left)
-    best, end = float("inf"), time.perf_counter() + budget_seconds
+    shapes = [[torch.ones(size, size, device=device, dtype=dtype) for _ in range(3)] for size in sizes]
+    best, end = 0.0, time.perf_counter() + budget_seconds
     attempts = 0
     while attempts < 3 or time.perf_counter() < end:
-        started = time.perf_counter()
-        torch.mm(left, right, out=result)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - started
-        if attempts:  # the first one warms up
-            best = min(best, seconds)
+        for left, right, result in shapes:
+            started = time.perf_counter()
+            torch.mm(left, right, out=result)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if attempts:  # the first ones warm up
+                best = max(best, 2.0 * len(left) ** 3 / (time.perf_counter() - started))
         attempts += 1
-    return 2.0 * size**3 / best
+    return best
 
 
-def mfu(flops_per_second: float, total_peak_flops: float) -> float:
-    """Return the share, 0 to 1, of all devices' peak FLOP/s that the model's operations used."""
-    return flops_per_second / total_peak_flops
+def mfu(flops_per_second: float, total_peak_flops: float) -> float | None:
+    """Return the share, 0 to 1, of all devices' peak FLOP/s that the model's operations used.
+
+    None if it is more than all, which cannot be: then the peak was measured while others used the machine.
+    """
+    share = flops_per_second / total_peak_flops
+    return share if share <= 1 else None

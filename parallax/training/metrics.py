@@ -8,7 +8,8 @@ metrics.jsonl holds one JSON object per logged step with the keys
     lr                learning rate of the step
     tokens            targets trained on so far: all tokens in pretraining, in fine-tuning those that are learned
     tokens_per_second targets over all ranks, since the last logged step
-    mfu               share of the devices' peak used by the model's own operations, 0 to 1; padding is none
+    mfu               share of the devices' peak used by the model's own operations, 0 to 1; padding is none; null where the peak
+                      that was measured is too low, because others used the machine meanwhile
     step_seconds      wall time of a step, mean since the last logged step
     memory_bytes      peak memory of rank 0: of its GPU, or of its process on a CPU
     phases            seconds of the step by what they went into (parallax.training.record), of each: the least and the most of
@@ -142,7 +143,7 @@ def _line(values: dict[str, Any]) -> str:
             f"grad norm {values['grad_norm']:.3f}",
             f"lr {values['lr']:.2e}",
             f"{values['tokens_per_second']:,.0f} tokens/s",
-            f"mfu {values['mfu']:.1%}",
+            *([] if values["mfu"] is None else [f"mfu {values['mfu']:.1%}"]),
             f"{values['step_seconds'] * 1000:,.0f} ms/step",
             f"{values['memory_bytes'] / 2**30:.2f} GiB",
         ]

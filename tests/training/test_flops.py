@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
 from parallax.models.presets import PRESETS
-from parallax.training.flops import Work, gpu_peak_flops, measured_flops, mfu, peak_flops, work_of
+from parallax.training import flops as of_training
+from parallax.training.flops import Work, gpu_peak_flops, measured_flops, mfu, peak_flops, share_of_cores, work_of
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "oracles" / "published.json").read_text())
 DENSE = ["llama3_8b", "llama3_70b", "llama3_405b", "smollm2_135m", "qwen2_5_72b"]
@@ -127,6 +129,34 @@ def test_utilisation_of_llama3_405b_follows_from_its_rate(row: dict[str, float])
 
 
 def test_the_peak_of_a_cpu_is_measured_quickly_and_is_plausible() -> None:
-    peak = measured_flops(torch.device("cpu"), torch.float32, size=256, budget_seconds=0.05)
+    peak = measured_flops(torch.device("cpu"), torch.float32, sizes=(256,), budget_seconds=0.05)
     assert 1e8 < peak < 1e14
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
+
+
+def test_the_peak_is_that_of_the_core_though_something_else_takes_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each 5 ms the core is taken away for 5 ms: no long product is whole, and some short one is."""
+    nanoseconds = [0]
+
+    def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        left_to_do = 2 * len(left) ** 3 // 100  # at 100 GFLOP/s
+        while left_to_do:
+            ours = max(0, 5_000_000 - nanoseconds[0] % 10_000_000)
+            done = min(left_to_do, ours)
+            left_to_do -= done
+            nanoseconds[0] += done + (5_000_000 if left_to_do else 0)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(of_training, "time", SimpleNamespace(perf_counter=lambda: nanoseconds[0] / 1e9))
+    assert measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(100e9, rel=1e-4)
+    assert measured_flops(torch.device("cpu"), torch.float32, sizes=(1024,)) < 60e9
+
+
+def test_ranks_that_share_cores_have_no_more_than_the_cores_have() -> None:
+    assert share_of_cores(threads=1, ranks=2, cores=2) == share_of_cores(threads=2, ranks=1, cores=2) == 1
+    assert share_of_cores(threads=2, ranks=2, cores=2) == share_of_cores(threads=1, ranks=4, cores=2) == 0.5
+    assert share_of_cores(threads=8, ranks=1, cores=2) == 1, "more threads than cores are no faster"
+
+
+def test_a_share_of_more_than_all_is_unknown() -> None:
+    assert mfu(1.0, 1.0) == 1.0 and mfu(1.001, 1.0) is None

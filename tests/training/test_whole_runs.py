@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from parallax.mesh import Layout, Mesh
+from parallax.training import flops
 from parallax.training.checkpoints import only_run_in
+from tests.checkpoint.runs import single_process_mesh
 from tests.distributed.harness import run_layout
 from tests.training.runs import contents, metrics, run, saved, write_text
 
@@ -47,6 +49,19 @@ def test_a_run_leaves_metrics_events_and_a_checkpoint_that_transformers_opens(fo
     opened = transformers.AutoModelForCausalLM.from_pretrained(model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert opened(**tokenizer("line 1: 1 sheep", return_tensors="pt")).logits.shape[-1] == opened.config.vocab_size
+
+
+def test_a_utilisation_that_cannot_be_is_not_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The peak is measured to be a thousandth: as on a machine that was busy only at the start."""
+    for share, known in ((1e-3, False), (1e3, True)):
+        monkeypatch.setattr(flops, "measured_flops", lambda *_, s=share: 1e11 * s)
+        command = f"--out {folder}/{known} --steps 4 --eval-every 0 --log-every 1"
+        assert run(single_process_mesh(), [command], str(folder)) == [[]]
+        out = capsys.readouterr().out
+        assert [row["mfu"] is not None for row in metrics(folder / str(known))] == [known] * 4
+        assert out.count("  mfu ") == (4 if known else 0) and out.count("mfu            unknown: ") == (not known)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)], ids=str)
