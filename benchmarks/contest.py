@@ -39,11 +39,11 @@ class Comparison:
 
 
 COMPARISONS = {
-    "one": Comparison(Layout(), ("parallax",), ("plain loop",), aim=1.0, threads=2),
-    "dp2": Comparison(Layout(dp=2), ("parallax", "parallax, zero 0"), ("DDP", "DDP + ZeRO", "FSDP2"), aim=1.0),
-    "tp2": Comparison(Layout(tp=2), ("parallax",), ("DTensor",), aim=1.2),
-    "pp2": Comparison(Layout(pp=2), ("parallax",), ("1F1B",), aim=1.0),
-    "tp2pp2": Comparison(Layout(tp=2, pp=2), ("parallax",), ("DTensor + 1F1B",), aim=1.2),
+    "one": Comparison(Layout(), ("parallax",), ("plain loop",), aim=1.1, threads=2),
+    "dp2": Comparison(Layout(dp=2), ("parallax", "parallax, zero 0"), ("DDP", "DDP + ZeRO", "FSDP2"), aim=1.1),
+    "tp2": Comparison(Layout(tp=2), ("parallax",), ("DTensor",), aim=1.3),
+    "pp2": Comparison(Layout(pp=2), ("parallax", "parallax, zb-h1", "parallax, zb-v"), ("1F1B", "ZBV"), aim=1.1),
+    "tp2pp2": Comparison(Layout(tp=2, pp=2), ("parallax", "parallax, zb-h1"), ("DTensor + 1F1B",), aim=1.3),
 }
 
 

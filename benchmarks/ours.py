@@ -16,19 +16,20 @@ from parallax.training.stages import stage_ranges
 
 
 class Parallax:
-    """zero: the ZeRO stage; None for the default."""
+    """zero: the ZeRO stage; None for the default. schedule: of the pipeline."""
 
-    def __init__(self, mesh: Mesh, task: Task, zero: int | None = None) -> None:
+    def __init__(self, mesh: Mesh, task: Task, zero: int | None = None, schedule: str = "1f1b") -> None:
         training = TrainingOptions(
             seq_len=task.seq_len, micro_batch=task.micro_batch, global_batch=task.global_batch, seed=task.seed
         )
         pp, micro_batches = mesh.layout.pp, task.global_batch // (task.micro_batch * mesh.layout.dp)
         self.rank, self.learning_rate = mesh.rank, task.learning_rate
+        table = make_schedule(schedule, pp, micro_batches)
         self.train_step = build_train_step(
             mesh,
             task.model,
-            stage_ranges(task.model, pp, None, task.seq_len),
-            make_schedule("1f1b", pp, micro_batches),
+            stage_ranges(task.model, table.num_stages, None, task.seq_len, pp),
+            table,
             training.resolved(),
             task.optimizer if zero is None else replace(task.optimizer, zero=zero),
             NextToken(task.model.vocab_size, mesh.tp),

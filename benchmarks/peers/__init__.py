@@ -13,12 +13,15 @@ from parallax.mesh import Mesh
 DESCRIPTIONS = {
     "parallax": "Parallax with its defaults (ZeRO 1)",
     "parallax, zero 0": "Parallax with --zero 0",
+    "parallax, zb-h1": "Parallax with --schedule zb-h1",
+    "parallax, zb-v": "Parallax with --schedule zb-v",
     "plain loop": "a PyTorch loop over the micro-batches",
     "DDP": "DistributedDataParallel, AdamW",
     "DDP + ZeRO": "DistributedDataParallel, ZeroRedundancyOptimizer of AdamW",
     "FSDP2": "fully_shard, gradients reduced once a step",
     "DTensor": "parallelize_module, loss_parallel",
     "1F1B": "torch.distributed.pipelining's Schedule1F1B",
+    "ZBV": "torch.distributed.pipelining's ScheduleZBVZeroBubble",
     "DTensor + 1F1B": "Schedule1F1B over stages made by parallelize_module, loss_parallel",
 }
 
@@ -29,6 +32,8 @@ def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
         return Parallax(mesh, task)
     if name == "parallax, zero 0":
         return Parallax(mesh, task, zero=0)
+    if name.startswith("parallax, zb-"):
+        return Parallax(mesh, task, schedule=name.removeprefix("parallax, "))
     if name == "plain loop":
         from benchmarks.peers.plain import PlainLoop
 
@@ -45,7 +50,7 @@ def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
         from benchmarks.peers.dtensor import DTensorLoop
 
         return DTensorLoop(mesh, task)
-    assert name in ("1F1B", "DTensor + 1F1B"), name
+    assert name in ("1F1B", "ZBV", "DTensor + 1F1B"), name
     from benchmarks.peers.pipelining import PipelinedLoop
 
-    return PipelinedLoop(mesh, task)
+    return PipelinedLoop(mesh, task, zbv=name == "ZBV")
