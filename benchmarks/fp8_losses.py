@@ -1,11 +1,15 @@
 """How the losses of FP8 training lie beside those of bf16: the default model on the embedded corpus, tile-wise and delayed.
 
-    python -m benchmarks.fp8_losses                      three runs of 300 steps, one after another; about an hour on one core
+    python -m benchmarks.fp8_losses                      five runs of 300 steps, one after another; 75 minutes on one core
     python -m benchmarks.fp8_losses --only tile          one of them; what was broken off goes on
     python -m benchmarks.fp8_losses --plot docs/fp8_losses.svg
 
 The backend is the reference, so the losses are those of the arithmetic and of no GPU. Every run starts from the same weights
 and sees the same data. Prints the held-out loss at each evaluation and how far it is from bf16's, which must be within 0.5 %.
+
+Two of the runs have no FP8: fp32, and bf16 with sums in another order. How far these are from bf16 is what any difference in
+rounding does, however small, so nothing nearer than that can be told apart. With --lr at its default for this width, 1 / 256,
+they are up to 5 % apart; the rate here is a quarter of it, with which the losses are lower as well (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -20,16 +24,24 @@ ROOT = Path(__file__).parents[1]
 FP8 = ["--precision", "fp8", "--fp8-backend", "reference"]
 RUNS = {
     "bf16": ["--precision", "bf16"],
+    "fp32": ["--precision", "fp32"],
+    "bf16 by row": ["--precision", "bf16", "--micro-batch", "1"],
     "tile": [*FP8, "--fp8-recipe", "tile"],
     "delayed": [*FP8, "--fp8-recipe", "delayed", "--fp8-format", "hybrid"],
 }
-TOLERANCE = (
-    0.005  # of the loss; DeepSeek-AI 2024, arXiv:2412.19437, 3.3, found 0.25 % for models of 16B and 230B parameters
-)
+CONTROLS = ("fp32", "bf16 by row")
+LEARNING_RATE = 0.001
+# Of the loss; DeepSeek-AI 2024, arXiv:2412.19437, 3.3, found 0.25 % for models of 16B and 230B parameters.
+TOLERANCE = 0.005
 
 
-def train(name: str, steps: int, every: int, out: Path) -> None:
-    words = ["--steps", str(steps), "--eval-every", str(every), "--save-every", str(every), "--out", str(out / name)]
+def folder_of(name: str, out: Path) -> Path:
+    return out / name.replace(" ", "-")
+
+
+def train(name: str, steps: int, every: int, learning_rate: float, out: Path) -> None:
+    words = ["--steps", str(steps), "--eval-every", str(every), "--save-every", str(every)]
+    words += ["--lr", str(learning_rate), "--out", str(folder_of(name, out))]
     subprocess.run([sys.executable, str(ROOT / "pretrain.py"), *RUNS[name], *words], check=True)
 
 
@@ -39,21 +51,21 @@ def rows_of(folder: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in map(json.loads, lines)}
 
 
-def compare(runs: dict[str, dict[int, dict[str, float]]]) -> bool:
-    """Print the held-out losses and their distance from bf16's; return whether all are within the tolerance."""
-    within = True
-    print(f"{'step':>6}  {'bf16':>8}" + "".join(f"  {name:>8}  {'':>8}" for name in runs if name != "bf16"))
+def compare(runs: dict[str, dict[int, dict[str, float]]]) -> dict[str, float]:
+    """Print the held-out losses and their distance from bf16's; return the greatest distance of each run."""
+    others, most = [name for name in runs if name != "bf16"], dict.fromkeys(runs, 0.0)
+    print(f"{'step':>6}  {'bf16':>8}" + "".join(f"  {name:>20}" for name in others))
     for step, row in runs["bf16"].items():
         if "eval_loss" not in row:
             continue
         line = f"{step:6}  {row['eval_loss']:8.4f}"
-        for name, rows in runs.items():
-            if name != "bf16":
-                distance = rows[step]["eval_loss"] / row["eval_loss"] - 1
-                within &= abs(distance) <= TOLERANCE
-                line += f"  {rows[step]['eval_loss']:8.4f}  {distance:+8.3%}"
+        for name in others:
+            loss = runs[name][step]["eval_loss"]
+            distance = loss / row["eval_loss"] - 1
+            most[name] = max(most[name], abs(distance))
+            line += f"  {loss:11.4f} {distance:+8.2%}"
         print(line)
-    return within
+    return most
 
 
 def plot(runs: dict[str, dict[int, dict[str, float]]], file: Path) -> None:
@@ -64,21 +76,22 @@ def plot(runs: dict[str, dict[int, dict[str, float]]], file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "parallax"
     from matplotlib import pyplot
 
-    colors = {"bf16": "#444444", "tile": "#1f77b4", "delayed": "#d95f02"}
+    colors = {"bf16": "#444444", "tile": "#1f77b4", "delayed": "#d95f02", "fp32": "#999999", "bf16 by row": "#bbbbbb"}
     figure, (losses, distances) = pyplot.subplots(1, 2, figsize=(9, 3.2))
     for name, rows in runs.items():
         values = [rows[step]["loss"] for step in sorted(rows)]
         blocks = [values[i : i + 10] for i in range(0, len(values), 10)]
         steps = [10 * i + len(block) / 2 for i, block in enumerate(blocks)]
         means = [sum(block) / len(block) for block in blocks]
-        losses.plot(steps, means, color=colors[name], label=name, lw=1.2)
+        look = {"color": colors[name], "label": name, "lw": 1.2, "ls": "--" if name in CONTROLS else "-"}
+        losses.plot(steps, means, **look)
         evaluated = [step for step in sorted(rows) if "eval_loss" in rows[step]]
         off = [100 * (rows[step]["eval_loss"] / runs["bf16"][step]["eval_loss"] - 1) for step in evaluated]
-        distances.plot(evaluated, off, color=colors[name], marker="o", ms=3, lw=1.2, label=name)
+        distances.plot(evaluated, off, marker="o", ms=3, **look)
     losses.set(xlabel="step", ylabel="training loss")
     losses.legend(frameon=False)
     distances.axhspan(-100 * TOLERANCE, 100 * TOLERANCE, color="#eeeeee", zorder=0)
-    distances.set(xlabel="step", ylabel="held-out loss from bf16's, %", ylim=(-0.8, 0.8))
+    distances.set(xlabel="step", ylabel="held-out loss from bf16's, %")
     for axes in (losses, distances):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -89,20 +102,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--eval-every", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     parser.add_argument("--out", type=Path, default=Path("runs/fp8_losses"))
     parser.add_argument("--only", choices=RUNS, help="train only this one, and compare nothing")
+    parser.add_argument("--no-train", action="store_true", help="compare what is there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as .svg or .png")
     options = parser.parse_args()
-    for name in [options.only] if options.only else RUNS:
-        train(name, options.steps, options.eval_every, options.out)
+    for name in [] if options.no_train else [options.only] if options.only else RUNS:
+        train(name, options.steps, options.eval_every, options.lr, options.out)
     if options.only:
         return
-    runs = {name: rows_of(options.out / name) for name in RUNS}
-    within = compare(runs)
+    runs = {name: rows_of(folder_of(name, options.out)) for name in RUNS}
+    most = compare(runs)
     if options.plot is not None:
         plot(runs, options.plot)
-    if not within:
-        raise SystemExit(f"an FP8 loss is further than {TOLERANCE:.1%} from bf16's")
+    apart = max(most[name] for name in CONTROLS)
+    beyond = [f"{name} {most[name]:.2%}" for name in runs if name not in CONTROLS and most[name] > TOLERANCE]
+    if beyond:
+        raise SystemExit(f"further than {TOLERANCE:.1%} from bf16: {', '.join(beyond)}; without FP8, up to {apart:.2%}")
 
 
 if __name__ == "__main__":
