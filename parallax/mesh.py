@@ -29,7 +29,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallax.errors import LostRank, exit_for_lost_rank
+from parallax.errors import LostRank, exit_for_lost_rank, exit_with_problems
 from parallax.journal import Journal
 
 if TYPE_CHECKING:
@@ -280,15 +280,19 @@ def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bo
     Uses NCCL on one GPU per process where there are GPUs, gloo otherwise. Without a launcher (no WORLD_SIZE in the
     environment, or 1) the mesh has size 1 and no process group is created. shared_memory: let ranks on one host do their
     collectives there (parallax.shared_memory); without it, all go through gloo.
+
+    A program of several ranks does best to end through `leave`. Exits with status 2 and a sentence when the launcher started
+    another number of processes than the layout has.
     """
     import torch
     import torch.distributed as dist
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    assert world_size == layout.world_size, (
-        f"{layout} needs {layout.world_size} processes, the launcher started {world_size}"
-    )
+    if world_size != layout.world_size:
+        needed = f"{layout} needs {_processes(layout.world_size)}, and {world_size} {'was' if world_size == 1 else 'were'} started"
+        change = f"use torchrun --nproc-per-node {layout.world_size}, or another layout"
+        exit_with_problems([f"{needed}; {change}"], os.path.basename(sys.argv[0]) or "parallax")
     use_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpu else torch.device("cpu")
     if use_gpu:
@@ -320,6 +324,10 @@ def connect(layout: Layout, timeout_seconds: float = 600.0, *, shared_memory: bo
         exit_for_lost_rank(str(error))  # at once: leaving the groups in order would wait for that rank
     finally:
         dist.destroy_process_group()
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def _launchers_store(rank: int, world_size: int, timeout_seconds: float) -> Any:

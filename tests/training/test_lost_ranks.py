@@ -64,9 +64,10 @@ def test_a_rank_that_stands_still_is_named_within_the_timeout(tmp_path: Path) ->
         assert _no_tracebacks(job)
 
 
-def test_a_process_that_is_stopped_ends_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", ["", "--pp 2", "--tp 2"], ids=["dp 2", "pp 2", "tp 2"])
+def test_a_process_that_is_stopped_ends_the_others(options: str, tmp_path: Path) -> None:
     trouble = partial(_at_step, guilty=0, step=2, number=signal.SIGSTOP)
-    with Job(2, f"{ALWAYS} --out {tmp_path}/run --timeout 5", tmp_path, trouble) as job:
+    with Job(2, f"{ALWAYS} {options} --out {tmp_path}/run --timeout 5", tmp_path, trouble) as job:
         job.processes[1].join(30)
         assert job.processes[1].exitcode == EXIT_LOST_RANK
         assert "parallax: rank 0 ended, or its process stands still in step 3" in job.output(1)
