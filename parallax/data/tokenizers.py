@@ -260,8 +260,16 @@ def _special_names(files: dict[str, bytes], path: Path) -> dict[str, Any]:
             content = json.loads(files.get(file, b"{}"))
         except ValueError as error:
             raise ConfigError(f"--tokenizer {path}: {file} beside it is no valid JSON ({error}).") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"--tokenizer {path}: {file} beside it is no object of JSON.")
         names |= {key: value for key, value in content.items() if key in ("eos_token", "bos_token") and value}
-    return {key: value["content"] if isinstance(value, dict) else value for key, value in names.items()}
+    names = {key: value.get("content") if isinstance(value, dict) else value for key, value in names.items()}
+    for key, value in names.items():
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"--tokenizer {path}: {key} in the configuration beside it is {value!r}, which is no name of a token."
+            )
+    return names
 
 
 def _special_id(fast: FastTokenizer, name: str | None, path: Path, guesses: Sequence[str] = ()) -> int | None:

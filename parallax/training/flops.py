@@ -1,8 +1,8 @@
 """Model FLOPs utilisation: what share of the devices' peak the model's own operations use.
 
 The peak of a GPU is its dense bf16 rate, whatever precision the run has: half of what data sheets print, who count 2:4 sparsity.
-Where there is no entry (a CPU, a GPU not listed), the rate of matrix products in the run's precision is measured once. On a CPU
-that others use too, a product has to be short: one that takes longer than a slice of the scheduler (a few ms) is never whole.
+Where there is no entry (a CPU, a GPU not listed), the rate of matrix products in the run's precision is measured once: on a CPU by
+the time that its cores worked for them, since on a machine that others use too the clock on the wall counts their work as well.
 The model's operations are `parallax.models.config.flops_per_token`: causal attention as half a square, recomputation not
 counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 """
@@ -129,30 +129,36 @@ def total_peak_flops(mesh: Mesh, dtype: torch.dtype) -> float:
 
 
 def share_of_cores(threads: int, ranks: int, cores: int) -> float:
-    """Return what part of the rate that a rank has alone it has while all do; `ranks` processes of one host have `threads` each."""
-    return min(1.0, cores / (ranks * min(threads, cores)))
+    """Return what part of a core each thread has, of `ranks` processes of one host with `threads` each."""
+    return min(1.0, cores / (ranks * threads))
 
 
 def measured_flops(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = (512, 1024, 2048), budget_seconds: float = 0.3
 ) -> float:
-    """Return the best FLOP/s of square matrix products, with the number of threads that torch has now.
+    """Return the best FLOP/s of square matrix products; on a CPU with a core for each thread that torch has now.
 
-    sizes: rows and columns, tried in turn: a core does 512 in 3 ms at 100 GFLOP/s, many need larger ones to be busy.
+    sizes: rows and columns, tried in turn: the largest is the best where there are many cores, and takes 170 ms of one.
     """
     import torch
+
+    def clock() -> float:
+        """Return seconds: on a CPU the mean of the threads' own."""
+        if device.type != "cuda":
+            return time.process_time() / torch.get_num_threads()
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
 
     shapes = [[torch.ones(size, size, device=device, dtype=dtype) for _ in range(3)] for size in sizes]
     best, end = 0.0, time.perf_counter() + budget_seconds
     attempts = 0
     while attempts < 3 or time.perf_counter() < end:
         for left, right, result in shapes:
-            started = time.perf_counter()
+            started = clock()
             torch.mm(left, right, out=result)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if attempts:  # the first ones warm up
-                best = max(best, 2.0 * len(left) ** 3 / (time.perf_counter() - started))
+            seconds = clock() - started
+            if attempts and seconds:  # the first ones warm up
+                best = max(best, 2.0 * len(left) ** 3 / seconds)
         attempts += 1
     return best
 

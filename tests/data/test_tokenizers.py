@@ -190,6 +190,13 @@ def test_a_tokenizer_that_is_none_is_said_so(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
     with pytest.raises(ConfigError, match="names the special token '<nowhere>'"):
         load_tokenizer(folder)
+    for config, says in (
+        ("[]", "is no object of JSON"),
+        ('{"eos_token": 5}', "eos_token .* is 5, which is no name of a token"),
+    ):
+        (folder / "tokenizer_config.json").write_text(config)
+        with pytest.raises(ConfigError, match=says):
+            load_tokenizer(folder)
 
 
 def test_fingerprints_tell_tokenizers_apart(default_tokenizer: Tokenizer, tmp_path: Path) -> None:

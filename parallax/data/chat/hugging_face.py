@@ -219,7 +219,8 @@ def load_hugging_face(path: Path, opened: Tokenizer, name: str, template: str | 
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # it raises whatever its parts do
-        raise ConfigError(f"--tokenizer {name}: transformers cannot open it ({error}).") from error
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--tokenizer {name}: transformers cannot open it ({told}).") from error
     notice = ""
     if template is None and not tokenizer.chat_template:
         template = DEFAULT_TEMPLATE
