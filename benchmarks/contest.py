@@ -7,10 +7,11 @@ ratio of two steps of one round is free of what changes from round to round. Who
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CHECKED_STEPS = 3
 TOLERANCE = 1e-4  # relative, of the losses of these steps
+PACKAGES = {"megatron-core": "megatron"}  # peers that are a package of their own, and its module
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,25 @@ class Comparison:
     def contestants(self) -> tuple[str, ...]:
         return self.ours + self.peers
 
+    def missing(self) -> list[str]:
+        """Return the peers whose packages are not installed."""
+        return [name for name in self.peers if name in PACKAGES and not importlib.util.find_spec(PACKAGES[name])]
+
+    def possible(self) -> Comparison:
+        """Return the comparison without the peers that are missing."""
+        return replace(self, peers=tuple(name for name in self.peers if name not in self.missing()))
+
 
 COMPARISONS = {
-    "one": Comparison(Layout(), ("parallax",), ("plain loop",), aim=1.1, threads=2),
+    "one": Comparison(Layout(), ("parallax",), ("plain loop", "megatron-core"), aim=1.1, threads=2),
     "dp2": Comparison(Layout(dp=2), ("parallax", "parallax, zero 0"), ("DDP", "DDP + ZeRO", "FSDP2"), aim=1.1),
-    "tp2": Comparison(Layout(tp=2), ("parallax",), ("DTensor",), aim=1.3),
-    "pp2": Comparison(Layout(pp=2), ("parallax", "parallax, zb-h1", "parallax, zb-v"), ("1F1B", "ZBV"), aim=1.1),
-    "tp2pp2": Comparison(Layout(tp=2, pp=2), ("parallax", "parallax, zb-h1"), ("DTensor + 1F1B",), aim=1.3),
+    "tp2": Comparison(Layout(tp=2), ("parallax",), ("DTensor", "megatron-core"), aim=1.3),
+    "pp2": Comparison(
+        Layout(pp=2), ("parallax", "parallax, zb-h1", "parallax, zb-v"), ("1F1B", "ZBV", "megatron-core"), aim=1.1
+    ),
+    "tp2pp2": Comparison(
+        Layout(tp=2, pp=2), ("parallax", "parallax, zb-h1"), ("DTensor + 1F1B", "megatron-core"), aim=1.3
+    ),
 }
 
 

@@ -1,14 +1,14 @@
-"""Compare Parallax with PyTorch's own parts, layout by layout, on this machine.
+"""Compare Parallax with PyTorch's own parts and with Megatron Core, layout by layout, on this machine.
 
     python benchmarks/layouts.py                                  all layouts, a few minutes on two cores
     python benchmarks/layouts.py --only tp2,pp2 --rounds 20
     python benchmarks/layouts.py --json layouts.json              the figures, with the machine and the date
 
-    one       one process, 2 threads       a plain PyTorch loop
+    one       one process, 2 threads       a plain PyTorch loop; Megatron Core
     dp2       2 processes                  DDP; DDP with ZeroRedundancyOptimizer; FSDP2
-    tp2       2 processes                  DTensor's tensor-parallel plan
-    pp2       2 processes                  torch.distributed.pipelining's Schedule1F1B
-    tp2pp2    4 processes                  DTensor's plan in Schedule1F1B
+    tp2       2 processes                  DTensor's tensor-parallel plan; Megatron Core
+    pp2       2 processes                  torch.distributed.pipelining's Schedule1F1B; Megatron Core
+    tp2pp2    4 processes                  DTensor's plan in Schedule1F1B; Megatron Core
 
 All train one model from the same weights on the same tokens: 8 layers, hidden 256, ffn 688, 8 heads, 4 KV heads,
 vocabulary 512, sequence 256, global batch 16, micro-batch 2, fp32, AdamW. That they do is checked by the losses of the
@@ -43,10 +43,12 @@ def main() -> None:
     machine = describe_machine()
     say("  ".join(f"{name}: {value}" for name, value in machine.items()))
     for name in options.only:
-        comparison = COMPARISONS[name]
+        comparison = COMPARISONS[name].possible()
         say(f"\n{name}: {comparison.layout.world_size} processes of {comparison.threads} threads")
         for contestant in comparison.contestants:
             say(f"  {contestant}: {DESCRIPTIONS[contestant]}")
+        for contestant in COMPARISONS[name].missing():
+            say(f"  {contestant}: not installed (pip install {contestant})")
         started = time.perf_counter()
         results[name] = run_comparison(comparison, task, options.rounds)
         say(f"  {time.perf_counter() - started:.0f} seconds")

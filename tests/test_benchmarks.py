@@ -47,17 +47,24 @@ def check(layout: Layout, names: tuple[str, ...]) -> None:
 
 
 def test_the_plain_loop_trains_the_same_model() -> None:
-    check(Layout(), COMPARISONS["one"].contestants)
+    check(Layout(), COMPARISONS["one"].possible().contestants)
 
 
 def test_dtensors_tensor_parallelism_trains_the_same_model() -> None:
-    check(Layout(tp=2), COMPARISONS["tp2"].contestants)
+    check(Layout(tp=2), COMPARISONS["tp2"].possible().contestants)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp2", "pp2", "tp2pp2"])
 def test_the_other_peers_train_the_same_model(name: str) -> None:
-    check(COMPARISONS[name].layout, COMPARISONS[name].contestants)
+    check(COMPARISONS[name].layout, COMPARISONS[name].possible().contestants)
+
+
+def test_a_peer_whose_package_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    comparison = COMPARISONS["tp2"]
+    assert comparison.missing() == ["megatron-core"]
+    assert comparison.possible().peers == ("DTensor",) and comparison.possible().ours == comparison.ours
 
 
 def test_contestants_that_train_different_models_are_refused() -> None:

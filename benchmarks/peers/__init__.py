@@ -1,4 +1,4 @@
-"""The same training made of PyTorch's own parts, as its documentation and torchtitan put them together.
+"""The same training made of PyTorch's own parts, as its documentation and torchtitan put them together, and by Megatron Core.
 
 Each is imported when it is asked for: DTensor, FSDP and pipelining take seconds to import.
 """
@@ -23,6 +23,7 @@ DESCRIPTIONS = {
     "1F1B": "torch.distributed.pipelining's Schedule1F1B",
     "ZBV": "torch.distributed.pipelining's ScheduleZBVZeroBubble",
     "DTensor + 1F1B": "Schedule1F1B over stages made by parallelize_module, loss_parallel",
+    "megatron-core": "Megatron Core's GPTModel in its own schedules, 1F1B without interleaving",
 }
 
 
@@ -50,6 +51,10 @@ def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
         from benchmarks.peers.dtensor import DTensorLoop
 
         return DTensorLoop(mesh, task)
+    if name == "megatron-core":
+        from benchmarks.peers.megatron import MegatronLoop
+
+        return MegatronLoop(mesh, task)
     assert name in ("1F1B", "ZBV", "DTensor + 1F1B"), name
     from benchmarks.peers.pipelining import PipelinedLoop
 
