@@ -21,7 +21,8 @@ from parallax.errors import ConfigError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _LOCAL = re.compile(r"(file|local)://(?=/)")
-_SMALL_BYTES = 64 << 20  # what a file beside the weights of a model has at most: a tokenizer has some MiB
+# What may lie beside a model's weights: a tokenizer has some MiB.
+_SMALL, _SMALL_BYTES = {".json", ".model", ".jinja", ".txt"}, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,19 @@ class RemotePath:
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield what is directly in this folder."""
         with self._said():
-            names = {PurePosixPath(str(path)).name for path in self.system.ls(self.path, detail=False)}
-        return (self / name for name in sorted(names - {"", self.name}))
+            found = [str(path).rstrip("/") for path in self.system.ls(self.path, detail=False)]
+        own = self._own_path()  # which some storages list too
+        return (self / PurePosixPath(path).name for path in sorted(found) if path != own)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of all files below this folder, by their paths in it; nothing if there is no such folder."""
         with self._said():
             found = self.system.find(self.path, detail=True)
-        first = len(self.system._strip_protocol(self.path).rstrip("/")) + 1
+        first = len(self._own_path()) + 1
         return {str(path)[first:]: int(entry["size"]) for path, entry in sorted(found.items())}
+
+    def _own_path(self) -> str:
+        return str(self.system._strip_protocol(self.path)).rstrip("/")
 
     def num_bytes(self) -> int:
         with self._said():
@@ -176,7 +181,8 @@ def location(given: str | Location) -> Location:
         ) from None
     except Exception as error:
         raise ConfigError(f"{text} cannot be opened: {error}") from None
-    return RemotePath(text.rstrip("/"), path.rstrip("/"), system)
+    kind, separator, rest = text.partition("://")
+    return RemotePath(kind + separator + rest.rstrip("/"), path.rstrip("/"), system)
 
 
 def num_bytes(path: Location) -> int:
@@ -191,19 +197,21 @@ def names_below(folder: Location) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def local_folder(given: str) -> Path:
-    """Return the folder, or of an address a copy of its small files, which lasts as long as this process: not the weights.
+def local_copy(given: str) -> Path:
+    """Return the folder or file itself, or of what is behind an address a copy, which lasts as long as this process.
 
-    Raises OSError when they cannot be read, ConfigError as `location` does.
+    A file's neighbours are copied too; weights are not. Raises OSError when they cannot be read, ConfigError as `location` does.
     """
     place = location(given)
-    return place if isinstance(place, Path) else Path(_fetched(place).name)
+    if isinstance(place, Path):
+        return place
+    return Path(_fetched(place.parent).name) / place.name if place.is_file() else Path(_fetched(place).name)
 
 
 @cache
 def _fetched(folder: RemotePath) -> tempfile.TemporaryDirectory[str]:
     copy = tempfile.TemporaryDirectory(prefix="parallax-")
     for name, size in folder.sizes().items():
-        if "/" not in name and size <= _SMALL_BYTES and not name.endswith(".safetensors"):
+        if "/" not in name and size <= _SMALL_BYTES and PurePosixPath(name).suffix in _SMALL:
             (Path(copy.name) / name).write_bytes((folder / name).read_bytes())
     return copy

@@ -41,7 +41,7 @@ def check_files(folder: Location, manifest: Manifest) -> list[str]:
                 problems.append(f"{folder / name} has {size} bytes, {record.bytes} were saved")
         except (ConfigError, OSError) as error:
             problems.append(str(error))
-    for path in names_below(folder):
+    for path in names_below(folder) if sizes is None else sizes:
         if PurePosixPath(path).suffix in PICKLE_SUFFIXES:
             problems.append(f"{folder / path} looks like a pickle, which can run code when it is loaded; remove it")
     return problems

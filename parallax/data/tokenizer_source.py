@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from parallax.errors import ConfigError
-from parallax.storage import local_folder
+from parallax.storage import local_copy
 
 POSSIBLE = "give a sentencepiece .model, a Hugging Face tokenizer folder or tokenizer.json, or bytes"
 
@@ -31,7 +31,7 @@ def find_tokenizer(given: str | None) -> TokenizerSource:
     if given == "bytes":
         return TokenizerSource("bytes")
     try:
-        path = local_folder(given)
+        path = local_copy(given)
         if path.is_dir():
             path = _main_file(path, given)
         elif not path.exists():
