@@ -104,11 +104,11 @@ def _report(built: Built, seconds: float) -> None:
     if built.num_bad > len(built.problems):
         print(f"left out: {built.num_bad - len(built.problems)} more broken lines", file=sys.stderr)
     left_out = [
-        f"{count:,} {what}"
-        for count, what in (
-            (built.num_bad, "broken lines"),
-            (built.num_empty, "documents without text"),
-            (built.num_skipped_files, "files that are not text"),
+        f"{count:,} {one if count == 1 else many}"
+        for count, one, many in (
+            (built.num_bad, "broken line", "broken lines"),
+            (built.num_empty, "document without text", "documents without text"),
+            (built.num_skipped_files, "file that is not text", "files that are not text"),
         )
         if count
     ]

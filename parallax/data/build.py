@@ -95,7 +95,8 @@ def build(options: BuildOptions, progress: Progress = lambda done, total, tokens
             progress(reader.bytes_read, total, writer.num_tokens)
         if not writer.num_tokens:
             raise ConfigError(
-                f"{corpus.description} holds no text" + f" besides {num_bad} broken lines." * (num_bad > 0)
+                f"{corpus.description} holds no text"
+                + f" besides {num_bad} broken {'line' if num_bad == 1 else 'lines'}" * (num_bad > 0)
             )
         record_path(options.out).unlink(missing_ok=True)
     built = Built(

@@ -70,7 +70,7 @@ def test_text_files_are_kept_exactly_but_for_the_byte_order_mark(tmp_path: Path)
     ("line", "says"),
     [
         ('{"text": "cut', "not valid JSON"),
-        ('["text"]', "found list"),
+        ('["text"]', "found a list"),
         ('{"content": "x"}', r"the keys \['content'\]"),
         ('{"text": 5}', "a string under the key"),
         (r'{"text": "\ud83d"}', r"half of a surrogate pair \(\\ud83d\)"),

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parallax.data.encoding.lines import kind_of
+
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -62,7 +64,7 @@ def to_chat(record: Any) -> Chat:
         BadChat: it has none of the three forms, a message is malformed, or no message of the assistant is to be learned.
     """
     if not isinstance(record, Mapping):
-        raise BadChat(f"found {_kind(record)}, but each record must be an object with {FORMS}")
+        raise BadChat(f"found {kind_of(record)}, but each record must be an object with {FORMS}")
     _check_strings(record)
     record = {key: value for key, value in record.items() if value is not None}
     if "messages" in record:
@@ -89,13 +91,13 @@ def to_chat(record: Any) -> Chat:
 def _messages(value: Any, key: str) -> list[Message]:
     for k, item in _numbered(value, key):
         if not isinstance(item, Mapping):
-            raise BadChat(f"message {k} is {_kind(item)}, not an object")
+            raise BadChat(f"message {k} is {kind_of(item)}, not an object")
     return [dict(item) for item in value]
 
 
 def _numbered(value: Any, key: str) -> Iterator[tuple[int, Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise BadChat(f'"{key}" is {_kind(value)}, not a list')
+        raise BadChat(f'"{key}" is {kind_of(value)}, not a list')
     if not value:
         raise BadChat(f'"{key}" is empty')
     return enumerate(value, 1)
@@ -103,7 +105,7 @@ def _numbered(value: Any, key: str) -> Iterator[tuple[int, Any]]:
 
 def _from_sharegpt(item: Any, k: int) -> Message:
     if not isinstance(item, Mapping):
-        raise BadChat(f"message {k} is {_kind(item)}, not an object")
+        raise BadChat(f"message {k} is {kind_of(item)}, not an object")
     if item.get("from") is None and item.get("role") is not None:
         return dict(item)  # OpenAI's messages under ShareGPT's key
     role, value = item.get("from"), item.get("value")
@@ -159,10 +161,10 @@ def _text(content: Any, k: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise BadChat(f"the content of message {k} is {_kind(content)}, not a string")
+        raise BadChat(f"the content of message {k} is {kind_of(content)}, not a string")
     parts: list[str] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise BadChat(
                 f"the content of message {k} has a part of the type {_shown(kind)}; only text can be trained on"
@@ -191,7 +193,7 @@ def _parsed(value: Any, where: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise BadChat(f"a tool call of {where} is not valid JSON ({error})") from error
     if not isinstance(value, Mapping):
-        raise BadChat(f"a tool call of {where} holds {_kind(value)} where an object must be")
+        raise BadChat(f"a tool call of {where} holds {kind_of(value)} where an object must be")
     _check_strings(value)
     return value
 
@@ -207,7 +209,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         return ()
     for k, tool in _numbered(value, "tools"):
         if not isinstance(tool, Mapping):
-            raise BadChat(f"tool {k} is {_kind(tool)}, not an object")
+            raise BadChat(f"tool {k} is {kind_of(tool)}, not an object")
     return tuple(dict(tool) for tool in value)
 
 
@@ -244,13 +246,6 @@ def _describe_character(character: str) -> str:
     if character >= "\ud800":
         return f"a text holds half of a surrogate pair (\\u{ord(character):04x}), which is no character"
     return f"a text holds the control character U+{ord(character):04X}; remove it"
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {dict: "an object", list: "a list", tuple: "a list", str: "a string", bool: "true or false"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def _shown(value: Any) -> str:

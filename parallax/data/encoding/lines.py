@@ -23,9 +23,9 @@ def text_of_line(line: bytes, key: str) -> str:
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"this is not valid JSON ({error}); each line must be one JSON object.") from error
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        found = f"an object with the keys {sorted(record)[:8]}" if isinstance(record, dict) else type(record).__name__
+        found = f"an object with the keys {sorted(record)[:8]}" if isinstance(record, dict) else kind_of(record)
         if isinstance(record, dict) and key in record:
-            found = f"{type(record[key]).__name__} under that key"
+            found = f"{kind_of(record[key])} under that key"
         raise BadRecord(f'found {found}; each line must be an object with a string under the key "{key}".')
     text: str = record[key]
     try:
@@ -36,3 +36,11 @@ def text_of_line(line: bytes, key: str) -> str:
             "repair or remove the record."
         ) from error
     return text
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value of JSON is, in its words."""
+    if value is None:
+        return "null"
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "a string", bool: "true or false"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
