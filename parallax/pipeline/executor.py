@@ -11,17 +11,12 @@ A split backward (I, then W) puts off what the stage's parallel layers hand to `
 attached to (parallax.tensor_parallel.weight_gradients); all else is computed in I. A pair takes its forward and its backward in
 turn, segment by segment, if the stage has a method `segments(micro_batch)` (parallax.tensor_parallel.segments); otherwise one
 after the other.
-
-What a rank keeps of a forward is its input and the edge of the autograd graph at its output. The output itself is gone
-as soon as it has been sent, unless the stage's own backward needs it.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,30 +26,13 @@ from parallax.journal import Journal
 from parallax.mesh import Group, rank_of, size_of
 from parallax.pipeline.actions import Action, Entry, Pair, Schedule
 from parallax.pipeline.check import check_schedule
+from parallax.pipeline.chunks import BackwardListener, Chunks, Stage, tell_of_empty
 from parallax.pipeline.lower import Message, Program, Receive, Send, Step, post_early
 from parallax.pipeline.recorder import Recorder
-from parallax.pipeline.segments import Steps, Trace, alone, backward_steps, forward_steps, in_turn
+from parallax.pipeline.segments import Steps, alone, in_turn
 from parallax.pipeline.shared_transport import make_transport
 from parallax.pipeline.transport import ActivationSpec, Transport
-from parallax.tensor_parallel.segments import Segment
 from parallax.tensor_parallel.weight_gradients import WeightQueue
-
-Stage = Callable[[torch.Tensor | None, int], torch.Tensor]
-
-_log = logging.getLogger(__name__)
-
-
-class BackwardListener(Protocol):
-    """Is told when gradients of a stage's weights are made."""
-
-    def expect_last_backward(self, stage: int, /) -> None:
-        """The run of autograd backward that comes next is the stage's last in this step."""
-
-    def before_backward(self, stage: int, /) -> None:
-        """The B, or after an I the W, that comes next completes the gradients of one of the stage's micro-batches."""
-
-    def after_backward(self, stage: int, /) -> None:
-        """They are complete."""
 
 
 @dataclass
@@ -62,24 +40,11 @@ class _Run:
     """The state of one step on one rank."""
 
     program: Program
-    last_backwards: dict[Action, int]
-    listener: BackwardListener | None
+    chunks: Chunks
     recorder: Recorder | None
-    cut: bool  # whether chunks are cut into segments
     results: dict[Action, torch.Tensor | None] = field(default_factory=dict)  # until sent, or used by a stage here
     sent: set[Message] = field(default_factory=set)  # before their turn
     following: Step | None = None  # what comes after the step that is being done
-    forwarded: dict[tuple[int, int, int], Trace] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@runtime_checkable
-class Cuttable(Protocol):
-    """A stage that can be cut where it communicates."""
-
-    def __call__(self, tensor: torch.Tensor | None, micro_batch: int, /) -> torch.Tensor: ...
-
-    def segments(self, micro_batch: int, /) -> Sequence[Segment]: ...
 
 
 class PipelineExecutor:
@@ -115,7 +80,6 @@ class PipelineExecutor:
         self._tells_of_empty = pp is None or pp.ranks[0] == 0
         self.rank, self.num_ranks, self.stages, self.lookahead = rank_of(pp), size_of(pp), dict(stages), lookahead
         self.peak_in_flight = 0
-        self._in_flight = 0
         self._early: WeakKeyDictionary[Program, tuple[Step, ...]] = WeakKeyDictionary()
         if transport is None and pp is not None:
             transport = make_transport(pp, torch.device(device), spec)
@@ -170,14 +134,8 @@ class PipelineExecutor:
                 f"schedule {program.schedule.name} has backwards, and gradients are turned off (torch.no_grad); run it outside, "
                 "or its forwards() alone"
             )
-        run = _Run(
-            program,
-            program.schedule.last_backwards(self.rank),
-            listener,
-            recorder,
-            cut=any(isinstance(entry, Pair) for entry in program.schedule.order[self.rank]),
-        )
-        self._in_flight = self.peak_in_flight = 0
+        chunks = Chunks(program.schedule, self.rank, self.stages, self.weights, listener)
+        run = _Run(program, chunks, recorder)
         self.weights.clear()
         steps = self._steps(program)
         for place, step in enumerate(steps):
@@ -186,7 +144,8 @@ class PipelineExecutor:
             self._do(run, step)
         if self._transport is not None:
             self._transport.finish()
-        return [run.outputs[number] for number in sorted(run.outputs)]
+        self.peak_in_flight = chunks.peak_in_flight
+        return [chunks.outputs[number] for number in sorted(chunks.outputs)]
 
     def _do(self, run: _Run, step: Step) -> None:
         if self._journal is not None:
@@ -213,7 +172,7 @@ class PipelineExecutor:
         if isinstance(entry, Pair):
             in_turn(self._first_of_pair(run, entry.forward, first), self._second_of_pair(run, entry.backward))
         elif entry.kind == "W":
-            self._weights(run, entry)
+            self._weight_gradients(run, entry)
         elif entry.kind == "F":
             alone(self._forward(run, entry, first))
         else:
@@ -270,73 +229,17 @@ class PipelineExecutor:
         source = run.program.schedule.input_of(action)
         return None if source is None else run.results.pop(source)
 
-    def _segments(self, run: _Run, action: Action) -> Sequence[Segment]:
-        stage = self.stages[action.stage]
-        if run.cut and isinstance(stage, Cuttable):
-            return stage.segments(action.micro_batch)
-
-        def whole(tensor: torch.Tensor | None) -> tuple[torch.Tensor]:
-            output = stage(tensor, action.micro_batch)
-            if not isinstance(output, torch.Tensor):
-                raise ConfigError(f"stage {action.stage} must return one tensor, not {type(output).__name__}")
-            return (output,)
-
-        return [Segment(whole)]
-
     def _forward(self, run: _Run, action: Action, tensor: torch.Tensor | None) -> Steps[None]:
-        schedule = run.program.schedule
-        self._in_flight += 1
-        self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
-        is_last = action.stage == schedule.num_stages - 1
-        train = not schedule.forward_only
-        segments = self._segments(run, action)
-        output, trace = yield from forward_steps(segments, tensor, train, keep_output=is_last)
-        if is_last:
-            if train and output.numel() != 1:
-                raise ConfigError(
-                    "the last stage must return the scalar loss to run backward on, not a tensor of shape "
-                    f"{list(output.shape)}"
-                )
-            if trace is not None and not trace.has_gradient:
-                raise ConfigError(
-                    f"the loss of micro-batch {action.micro_batch} does not depend on anything that is trained; was it "
-                    "detached, or made of integers?"
-                )
-            run.outputs[action.micro_batch] = output
-        else:
-            run.results[action] = output
-        if trace is None:
-            self._in_flight -= 1
-        else:
-            run.forwarded[action.chunk] = trace
+        result = yield from run.chunks.forward(action, tensor)
+        if action.stage < run.program.schedule.num_stages - 1:
+            run.results[action] = result
 
     def _backward(self, run: _Run, action: Action, gradient: torch.Tensor | None) -> Steps[None]:
-        trace = run.forwarded.pop(action.chunk)
-        split = action.kind == "I"
-        if run.listener is not None:
-            if action in run.last_backwards:
-                run.listener.expect_last_backward(action.stage)
-            if not split:
-                run.listener.before_backward(action.stage)
-        result = yield from backward_steps(trace, gradient, self.weights, action.chunk, split)
-        if run.listener is not None and not split:
-            run.listener.after_backward(action.stage)
+        result = yield from run.chunks.backward(action, gradient)
         if action.stage > 0:
             run.results[action] = result
-        self._in_flight -= 1
 
-    def _weights(self, run: _Run, action: Action) -> None:
-        """Compute the weights' gradients that the chunk's I put off."""
-        if run.listener is not None:
-            run.listener.before_backward(action.stage)
-        num_products = self.weights.run(action.chunk)
-        if run.listener is not None:
-            run.listener.after_backward(action.stage)
-        if not num_products and self._tells_of_empty:
+    def _weight_gradients(self, run: _Run, action: Action) -> None:
+        if not run.chunks.weight_gradients(action) and self._tells_of_empty:
             self._tells_of_empty = False
-            _log.warning(
-                "pipeline rank %d: W of stage %d has nothing to do, so its I takes as long as a whole backward: none of its "
-                "layers puts off its weights' gradients, as the parallel layers do once attach_queue() has been called",
-                self.rank,
-                action.stage,
-            )
+            tell_of_empty(self.rank, action.stage)

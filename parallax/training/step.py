@@ -27,7 +27,8 @@ from parallax.mesh import Mesh
 from parallax.models.decoder import DecoderStage
 from parallax.models.packed_rows import PackedRows
 from parallax.pipeline.actions import Schedule
-from parallax.pipeline.executor import BackwardListener, PipelineExecutor
+from parallax.pipeline.chunks import BackwardListener
+from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.lower import Program
 from parallax.pipeline.transport import ActivationSpec
 from parallax.tensor_parallel.precision import Fp8State
