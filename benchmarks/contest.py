@@ -11,33 +11,47 @@ import importlib.util
 import multiprocessing
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallax.mesh import Layout, Mesh
 
 if TYPE_CHECKING:
+    import torch
+
     from benchmarks.task import Task
 
 CHECKED_STEPS = 3
 TOLERANCE = 1e-4  # relative, of the losses of these steps
 PACKAGES = {"megatron-core": "megatron"}  # peers that are a package of their own, and its module
 
+Returned = TypeVar("Returned")
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """A layout, and who trains in it; ours first. threads: of each process."""
+    """A layout, and who trains in it; ours first.
+
+    threads: of each process. rivals: of ours, the peers that it is compared with; all of those in `peers` if none are named.
+    """
 
     layout: Layout
     ours: tuple[str, ...]
     peers: tuple[str, ...]
     aim: float
     threads: int = 1
+    rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def contestants(self) -> tuple[str, ...]:
         return self.ours + self.peers
+
+    def rivals_of(self, ours: str) -> tuple[str, ...]:
+        """Return the peers that one of ours is compared with."""
+        return self.rivals.get(ours, self.peers)
 
     def missing(self) -> list[str]:
         """Return the peers whose packages are not installed."""
@@ -48,9 +62,21 @@ class Comparison:
         return replace(self, peers=tuple(name for name in self.peers if name not in self.missing()))
 
 
+# Each stage of ZeRO against what divides as much: gradients that are whole, or reduced in each micro-batch; weights that are
+# gathered once a step, or for each use.
+_WHOLE_GRADIENTS = ("DDP", "DDP + ZeRO", "FSDP2")
+_DIVIDED = ("FSDP2, zero 2", "FSDP2, zero 3")
+_BY_STAGE = {
+    "parallax": _WHOLE_GRADIENTS,
+    "parallax, zero 0": _WHOLE_GRADIENTS,
+    "parallax, zero 2": ("FSDP2, zero 2",),
+    "parallax, zero 3": ("FSDP2, zero 3",),
+}
+
 COMPARISONS = {
     "one": Comparison(Layout(), ("parallax",), ("plain loop", "megatron-core"), aim=1.1, threads=2),
-    "dp2": Comparison(Layout(dp=2), ("parallax", "parallax, zero 0"), ("DDP", "DDP + ZeRO", "FSDP2"), aim=1.1),
+    "dp2": Comparison(Layout(dp=2), tuple(_BY_STAGE), _WHOLE_GRADIENTS + _DIVIDED, aim=1.1, rivals=_BY_STAGE),
+    "dp4": Comparison(Layout(dp=4), tuple(_BY_STAGE), _WHOLE_GRADIENTS + _DIVIDED, aim=1.3, rivals=_BY_STAGE),
     "tp2": Comparison(Layout(tp=2), ("parallax",), ("DTensor", "megatron-core"), aim=1.3),
     "pp2": Comparison(
         Layout(pp=2), ("parallax", "parallax, zb-h1", "parallax, zb-v"), ("1F1B", "ZBV", "megatron-core"), aim=1.1
@@ -63,10 +89,14 @@ COMPARISONS = {
 
 @dataclass(frozen=True)
 class Result:
-    """losses: of the checked steps, and seconds: of each round's step, by contestant."""
+    """losses: of the checked steps, and seconds: of each round's step, by contestant.
+
+    peak_flops: FLOP/s of matrix products, on all ranks at once; the most of what was measured before and after the rounds.
+    """
 
     losses: dict[str, list[float]]
     seconds: dict[str, list[float]]
+    peak_flops: float = 0.0
 
     def disagreement(self) -> float:
         """Return the largest relative difference of a peer's loss from that of the first contestant."""
@@ -98,7 +128,8 @@ def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Resu
 
     from benchmarks.peers import make_contestant
     from benchmarks.task import make_batches
-    from parallax.collectives import all_reduce_, barrier
+    from parallax.collectives import all_gather, all_reduce_, barrier
+    from parallax.training.flops import total_peak_flops
 
     steps = make_batches(task, mesh, CHECKED_STEPS + rounds)
     contestants = {name: make_contestant(name, mesh, task) for name in names}
@@ -108,7 +139,8 @@ def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Resu
         ).tolist()
         for name, contestant in contestants.items()
     }
-    result = Result(losses, {name: [] for name in names})
+    peak = total_peak_flops(mesh, torch.float32) if rounds else 0.0
+    result = Result(losses, {name: [] for name in names}, peak)
     assert result.disagreement() < TOLERANCE, f"the contestants do not train the same model: {losses}"
     if mesh.rank == 0 and rounds:
         say(f"  same model: losses {_listed(losses[names[0]])}, apart by {result.disagreement():.0e} at most")
@@ -118,12 +150,19 @@ def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Resu
             barrier(mesh.world)
             started = time.perf_counter()
             contestants[name].step(steps[CHECKED_STEPS + number])
-            barrier(mesh.world)
-            result.seconds[name].append(time.perf_counter() - started)
+            span = torch.tensor([[started, time.perf_counter()]], dtype=torch.float64)
+            # Where ranks share cores, the first may be halfway before another has left the barrier.
+            first_start, last_end = _outermost(all_gather(span, mesh.world))
+            result.seconds[name].append(last_end - first_start)
         if mesh.rank == 0:
             latest = ", ".join(f"{name} {task.tokens_per_step / result.seconds[name][-1]:,.0f}" for name in names)
             say(f"  round {number + 1}: {latest}")
-    return result
+    return replace(result, peak_flops=max(peak, total_peak_flops(mesh, torch.float32) if rounds else 0.0))
+
+
+def _outermost(spans: torch.Tensor) -> tuple[float, float]:
+    """Return the first start and the last end of `[ranks, 2]`; processes of one machine share a clock."""
+    return spans[:, 0].min().item(), spans[:, 1].max().item()
 
 
 def say(line: str) -> None:
@@ -135,7 +174,9 @@ def _listed(numbers: list[float]) -> str:
     return " ".join(f"{number:.5f}" for number in numbers)
 
 
-def _rank_main(pipe: Any, environment: dict[str, str], comparison: Comparison, task: Task, rounds: int) -> None:
+def _rank_main(
+    pipe: Any, environment: dict[str, str], comparison: Comparison, work: Callable[[Mesh], Returned]
+) -> None:
     os.environ.update(environment)
     import torch
 
@@ -143,12 +184,18 @@ def _rank_main(pipe: Any, environment: dict[str, str], comparison: Comparison, t
 
     torch.set_num_threads(comparison.threads)
     with connect(comparison.layout) as mesh:
-        result = compete(mesh, task, comparison.contestants, rounds)
-    pipe.send((result.losses, result.seconds))
+        result = work(mesh)
+    if mesh.rank == 0:
+        pipe.send(result)
 
 
 def run_comparison(comparison: Comparison, task: Task, rounds: int) -> Result:
-    """Start the processes of a comparison, as torchrun would, and return what rank 0 measured.
+    """Compare the contestants in processes of their own; return what rank 0 measured."""
+    return run_world(comparison, partial(compete, task=task, names=comparison.contestants, rounds=rounds))
+
+
+def run_world(comparison: Comparison, work: Callable[[Mesh], Returned]) -> Returned:
+    """Start the processes of a comparison, as torchrun would, and return what rank 0 returns of the work that each does.
 
     Raises RuntimeError if a process fails; its traceback is on stderr.
     """
@@ -170,7 +217,7 @@ def run_comparison(comparison: Comparison, task: Task, rounds: int) -> Result:
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        processes.append(context.Process(target=_rank_main, args=(there, environment, comparison, task, rounds)))
+        processes.append(context.Process(target=_rank_main, args=(there, environment, comparison, work)))
         processes[-1].start()
     try:
         while any(process.is_alive() for process in processes):
@@ -179,7 +226,7 @@ def run_comparison(comparison: Comparison, task: Task, rounds: int) -> Result:
             time.sleep(0.1)
         if any(process.exitcode for process in processes):
             raise RuntimeError("a process of the comparison failed")
-        return Result(*here.recv())
+        return here.recv()
     finally:
         for process in processes:
             if process.is_alive():

@@ -5,14 +5,16 @@
     python benchmarks/layouts.py --json layouts.json              the figures, with the machine and the date
 
     one       one process, 2 threads       a plain PyTorch loop; Megatron Core
-    dp2       2 processes                  DDP; DDP with ZeroRedundancyOptimizer; FSDP2
+    dp2, dp4  2 or 4 processes             DDP; DDP with ZeroRedundancyOptimizer; FSDP2, dividing as much as each stage of ZeRO
     tp2       2 processes                  DTensor's tensor-parallel plan; Megatron Core
     pp2       2 processes                  torch.distributed.pipelining's Schedule1F1B; Megatron Core
     tp2pp2    4 processes                  DTensor's plan in Schedule1F1B; Megatron Core
 
 All train one model from the same weights on the same tokens: 8 layers, hidden 256, ffn 688, 8 heads, 4 KV heads,
 vocabulary 512, sequence 256, global batch 16, micro-batch 2, fp32, AdamW. That they do is checked by the losses of the
-first three steps. Figures to quote are the ratios: our tokens per second over those of the fastest peer.
+first three steps. Figures to quote are the ratios: our tokens per second over those of the fastest peer; and the share of the
+peak, which is the FLOP/s of matrix products on all ranks at once, measured before and after the rounds. --memory adds what a rank
+holds at most in a step, each contestant in processes of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contest import COMPARISONS, Comparison, Result, run_comparison, say
 from benchmarks.machine import describe_machine
+from benchmarks.resident import peak_memory
+from parallax.models.config import flops_per_token
 
 if TYPE_CHECKING:
     from benchmarks.task import Task
@@ -39,7 +43,7 @@ def main() -> None:
     from benchmarks.peers import DESCRIPTIONS  # here, for these import torch, which takes seconds
     from benchmarks.task import Task
 
-    task, results = Task(), {}
+    task, results, memory = Task(), {}, {}
     machine = describe_machine()
     say("  ".join(f"{name}: {value}" for name, value in machine.items()))
     for name in options.only:
@@ -51,10 +55,20 @@ def main() -> None:
             say(f"  {contestant}: not installed (pip install {contestant})")
         started = time.perf_counter()
         results[name] = run_comparison(comparison, task, options.rounds)
+        say(f"  peak of matrix products: {results[name].peak_flops / 1e9:,.0f} GFLOP/s")
+        if options.memory:
+            memory[name] = peak_memory(comparison, task)
+            held = ", ".join(f"{contestant} {peak / 2**20:,.0f}" for contestant, peak in memory[name].items())
+            say(f"  memory of a step, MiB on the fullest rank: {held}")
         say(f"  {time.perf_counter() - started:.0f} seconds")
-    say("\n" + table(results, task))
+    say("\n" + table(results, task, memory))
     if options.json is not None:
-        record = {"machine": machine, "rounds": options.rounds, "layouts": figures(results, task)}
+        record = {
+            "machine": machine,
+            "rounds": options.rounds,
+            "layouts": figures(results, task),
+            "memory_bytes": memory,
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -62,6 +76,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant (default: 8)")
     parser.add_argument("--only", default=",".join(COMPARISONS), help="layouts, with commas between (default: all)")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the memory too, for ten seconds of each contestant"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -73,11 +90,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def table(results: dict[str, Result], task: Task) -> str:
+def table(results: dict[str, Result], task: Task, memory: dict[str, dict[str, int]]) -> str:
     """Return the figures as a table in Markdown: tokens per second, and for ours the ratios to the fastest peer."""
     lines = [
-        "| layout | | best tokens/s | median tokens/s | ours / fastest peer, best | median of rounds | aim |",
-        "|---|---|---|---|---|---|---|",
+        "| layout | | best tokens/s | median tokens/s | of the peak | MiB | ours / fastest peer, best | median of rounds | aim |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for layout, result in results.items():
         comparison = COMPARISONS[layout]
@@ -85,7 +102,9 @@ def table(results: dict[str, Result], task: Task) -> str:
             ratios = " | | "
             if name in comparison.ours:
                 ratios = f"{row['ratio_best']:.2f} | {row['ratio_median']:.2f} | {comparison.aim}"
-            lines.append(f"| {layout} | {name} | {row['best']:,.0f} | {row['median']:,.0f} | {ratios} |")
+            held = f"{memory[layout][name] / 2**20:,.0f}" if layout in memory else ""
+            speed = f"{row['best']:,.0f} | {row['median']:,.0f} | {row['share_of_peak']:.0%}"
+            lines.append(f"| {layout} | {name} | {speed} | {held} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -95,10 +114,11 @@ def rows_of(comparison: Comparison, result: Result, task: Task) -> dict[str, dic
     for name, seconds in result.seconds.items():
         rates = sorted(task.tokens_per_step / second for second in seconds)
         middle = (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
-        rows[name] = {"best": rates[-1], "median": middle}
+        share = rates[-1] * flops_per_token(task.model, task.seq_len) / result.peak_flops
+        rows[name] = {"best": rates[-1], "median": middle, "share_of_peak": share}
         if name in comparison.ours:
-            rows[name]["ratio_best"] = result.ratio_of_bests(name, comparison.peers)
-            rows[name]["ratio_median"] = result.median_ratio(name, comparison.peers)
+            rows[name]["ratio_best"] = result.ratio_of_bests(name, comparison.rivals_of(name))
+            rows[name]["ratio_median"] = result.median_ratio(name, comparison.rivals_of(name))
     return rows
 
 
@@ -108,6 +128,7 @@ def figures(results: dict[str, Result], task: Task) -> dict[str, dict]:
         layout: {
             "tokens_per_second": rows_of(COMPARISONS[layout], result, task),
             "seconds": result.seconds,
+            "peak_flops": result.peak_flops,
             "losses": result.losses,
             "largest_difference_of_losses": result.disagreement(),
         }

@@ -21,7 +21,7 @@ TINY = Task(
         vocab_size=128,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.1,
@@ -55,7 +55,7 @@ def test_dtensors_tensor_parallelism_trains_the_same_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp2", "pp2", "tp2pp2"])
+@pytest.mark.parametrize("name", ["dp2", "dp4", "pp2", "tp2pp2"])
 def test_the_other_peers_train_the_same_model(name: str) -> None:
     check(COMPARISONS[name].layout, COMPARISONS[name].possible().contestants)
 
@@ -65,6 +65,13 @@ def test_a_peer_whose_package_is_missing_is_left_out(monkeypatch: pytest.MonkeyP
     comparison = COMPARISONS["tp2"]
     assert comparison.missing() == ["megatron-core"]
     assert comparison.possible().peers == ("DTensor",) and comparison.possible().ours == comparison.ours
+
+
+def test_a_stage_of_zero_is_compared_with_peers_that_divide_as_much() -> None:
+    comparison = COMPARISONS["dp4"]
+    assert comparison.rivals_of("parallax, zero 3") == ("FSDP2, zero 3",)
+    assert {rival for name in comparison.ours for rival in comparison.rivals_of(name)} == set(comparison.peers)
+    assert COMPARISONS["tp2"].rivals_of("parallax") == COMPARISONS["tp2"].peers
 
 
 def test_contestants_that_train_different_models_are_refused() -> None:
@@ -81,4 +88,4 @@ def test_ratios_are_of_tokens_per_second_over_those_of_the_fastest_peer() -> Non
 def test_an_unknown_layout_is_refused_at_once() -> None:
     command = [sys.executable, "benchmarks/layouts.py", "--only", "dp2,ep2"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 2 and "--only ep2 is unknown; use one, dp2, tp2, pp2, tp2pp2" in run.stderr
+    assert run.returncode == 2 and "--only ep2 is unknown; use one, dp2, dp4, tp2, pp2, tp2pp2" in run.stderr

@@ -13,12 +13,16 @@ from parallax.mesh import Mesh
 DESCRIPTIONS = {
     "parallax": "Parallax with its defaults (ZeRO 1)",
     "parallax, zero 0": "Parallax with --zero 0",
+    "parallax, zero 2": "Parallax with --zero 2",
+    "parallax, zero 3": "Parallax with --zero 3",
     "parallax, zb-h1": "Parallax with --schedule zb-h1",
     "parallax, zb-v": "Parallax with --schedule zb-v",
     "plain loop": "a PyTorch loop over the micro-batches",
     "DDP": "DistributedDataParallel, AdamW",
     "DDP + ZeRO": "DistributedDataParallel, ZeroRedundancyOptimizer of AdamW",
     "FSDP2": "fully_shard, gradients reduced once a step",
+    "FSDP2, zero 2": "fully_shard, gradients reduced in each micro-batch, parameters gathered once a step",
+    "FSDP2, zero 3": "fully_shard of each layer, gradients reduced in each micro-batch, parameters gathered for each use",
     "DTensor": "parallelize_module, loss_parallel",
     "1F1B": "torch.distributed.pipelining's Schedule1F1B",
     "ZBV": "torch.distributed.pipelining's ScheduleZBVZeroBubble",
@@ -31,8 +35,8 @@ def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
     """Build a contestant by its name in DESCRIPTIONS; called by every rank of the world."""
     if name == "parallax":
         return Parallax(mesh, task)
-    if name == "parallax, zero 0":
-        return Parallax(mesh, task, zero=0)
+    if name.startswith("parallax, zero "):
+        return Parallax(mesh, task, zero=int(name[-1]))
     if name.startswith("parallax, zb-"):
         return Parallax(mesh, task, schedule=name.removeprefix("parallax, "))
     if name == "plain loop":
@@ -43,10 +47,10 @@ def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
         from benchmarks.peers.replicated import ReplicatedLoop
 
         return ReplicatedLoop(mesh, task, zero=name != "DDP")
-    if name == "FSDP2":
+    if name.startswith("FSDP2"):
         from benchmarks.peers.fully_sharded import FullyShardedLoop
 
-        return FullyShardedLoop(mesh, task)
+        return FullyShardedLoop(mesh, task, zero=1 if name == "FSDP2" else int(name[-1]))
     if name == "DTensor":
         from benchmarks.peers.dtensor import DTensorLoop
 
