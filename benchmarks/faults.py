@@ -92,7 +92,7 @@ def kill_one(launcher: subprocess.Popen, out: Path, chance: random.Random, last_
     return "during a save" if during_a_save else "between saves"
 
 
-def sums(out: Path) -> dict[str, str]:
+def sums(out: Path) -> dict[str, tuple[str, ...]]:
     """Return the checksums of the newest checkpoint's weights and optimizer states."""
     _, path = list_checkpoints(out / "checkpoints")[0]
     files = read_manifest(path).files
