@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from parallax.data.chat.records import BadChat, Chat, parse_json, to_chat
 from parallax.data.corpus import behind_address
+from parallax.data.encoding.lines import json_fault
 from parallax.data.encoding.sources import check_packing, open_bytes
 from parallax.errors import ConfigError
 from parallax.storage import is_address
@@ -88,7 +89,7 @@ def _parse(line: str) -> Any:
         return BadChat("the JSON is nested too deeply")
     except ValueError as error:
         hint = "; a file must have each chat on a line of its own, not one list of all" if line.startswith("[") else ""
-        return BadChat(f"this is not valid JSON ({error}){hint}")
+        return BadChat(f"this is not valid JSON ({json_fault(error)}){hint}")
 
 
 def _parquet(path: str | Path) -> Iterator[tuple[int, Any]]:

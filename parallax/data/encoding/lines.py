@@ -21,7 +21,7 @@ def text_of_line(line: bytes, key: str) -> str:
     except UnicodeDecodeError as error:
         raise BadRecord(f"byte {error.start} of the line is not UTF-8 text; convert the file.") from error
     except (ValueError, RecursionError) as error:
-        raise BadRecord(f"this is not valid JSON ({error}); each line must be one JSON object.") from error
+        raise BadRecord(f"this is not valid JSON ({json_fault(error)}); each line must be one JSON object.") from error
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         found = f"an object with the keys {sorted(record)[:8]}" if isinstance(record, dict) else kind_of(record)
         if isinstance(record, dict) and key in record:
@@ -44,3 +44,10 @@ def kind_of(value: Any) -> str:
         return "null"
     names = {dict: "an object", list: "a list", tuple: "a list", str: "a string", bool: "true or false"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def json_fault(error: Exception) -> str:
+    """Return what Python's parser says of a line, with the place in it and no number of lines of its own."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, at character {error.pos + 1}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
