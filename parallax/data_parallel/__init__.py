@@ -6,6 +6,7 @@
     wire       sums in the type that is sent
     bucket     all buckets of a rank: accumulate, reduce while backward runs, spread updated parameters
     gather     ZeRO 3: parameters gathered around each use
+    absent     what one of them is in between
     norm       the gradient norm, every parameter counted once
     rules      AdamW and SGD on flat slices
     muon       Muon, on whole matrices

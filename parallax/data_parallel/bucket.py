@@ -54,8 +54,8 @@ class GradientBuckets:
     """The buckets of a rank's parameters, in the order of their reduction.
 
     parameters: (name, parameter, facts) in the order of the model's forward, the same on all holders; frozen ones are
-        left alone. Their values must be there: each becomes a view of a flat copy, and gets the attribute `gradient_sink`
-        and, where its gradient is whole all the time, `main_grad` (its shape).
+        left alone. Each becomes a view of a flat copy of its values, and gets the attribute `gradient_sink` and, where its
+        gradient is whole all the time, `main_grad` (its shape).
     zero: 0 to 3. zero_group: shard over so many neighbouring dp ranks and replicate beyond; None: over all.
     bucket_elements: see `plan_buckets`.
     stages: where this rank has several pipeline stages, the parameters that each of them uses.
@@ -65,6 +65,8 @@ class GradientBuckets:
     overlap_gather: let the next forward wait for updated parameters, each part for its own, and not the update (ZeRO 1 and 2; all
         trained parameters are in `scopes`).
     rule: what updates a parameter, by its facts; parameters of different rules do not share buckets.
+    fill: writes the first values of a parameter, given its name and facts, into zeros of its shape; then parameters need not have
+        memory, and a bucket's is made when those before are divided. None: they have their values.
 
     Made by every rank of the mesh at the same time, since the groups of holders are created here.
     """
@@ -83,6 +85,7 @@ class GradientBuckets:
         apart: Iterable[str] = (),
         types: GradientTypes | None = None,
         rule: Callable[[ParameterFacts], str] = lambda facts: "adamw",
+        fill: Callable[[str, ParameterFacts, torch.Tensor], None] | None = None,
     ) -> None:
         assert zero in ZERO_STAGES, zero
         self.zero, self.zero_group, self.mesh, self.device = zero, zero_group, mesh, mesh.device
@@ -99,7 +102,7 @@ class GradientBuckets:
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._sinks: dict[nn.Parameter, GradientSink] = {}
-        self._make_buckets(plan_buckets(sizes, bucket_elements), types or GradientTypes())
+        self._make_buckets(plan_buckets(sizes, bucket_elements), types or GradientTypes(), fill)
         if zero == 3:
             ParameterGathering(chains, self._bucket_of)  # the scopes keep it
         self._overlaps_gather = overlap_gather and zero in (1, 2)
@@ -114,8 +117,18 @@ class GradientBuckets:
         self._num_scattered = 0  # of them
         self._in_flight: deque[tuple[Bucket, torch.Tensor, Pending]] = deque()
 
-    def _make_buckets(self, plans: list[BucketPlan], types: GradientTypes) -> None:
+    def _make_buckets(
+        self,
+        plans: list[BucketPlan],
+        types: GradientTypes,
+        fill: Callable[[str, ParameterFacts, torch.Tensor], None] | None,
+    ) -> None:
         mesh = self.mesh
+
+        def fill_by_name(name: str, zeros: torch.Tensor) -> None:
+            assert fill is not None
+            fill(name, self.trained[name][1], zeros)
+
         levels = [split_holders(plan.key.holders, mesh.layout, mesh.rank, self.zero, self.zero_group) for plan in plans]
         sets = [ranks for level in levels for ranks in (level.inner, level.across, level.copies)]
         holders = [plan.key.holders for plan in plans]
@@ -125,10 +138,13 @@ class GradientBuckets:
         for plan, level in zip(plans, levels, strict=True):
             members = [self.trained[place.name][0] for place in plan.places]
             its_groups = BucketGroups(groups[level.inner], groups[level.across], groups[level.copies])
-            bucket = make_bucket(plan, level, its_groups, mesh.rank, members, types, self.zero)
+            filler = None if fill is None else fill_by_name
+            bucket = make_bucket(plan, level, its_groups, mesh.rank, members, types, self.zero, filler)
             self.buckets.append(bucket)
             self._add_sinks(bucket, members)
             bucket.open()
+            if bucket.is_gathered:
+                bucket.drop()
 
     def _add_sinks(self, bucket: Bucket, members: list[nn.Parameter]) -> None:
         for place, parameter in zip(bucket.plan.places, members, strict=True):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from parallax.collectives import DONE, Pending, all_gather_into_start
+from parallax.data_parallel.absent import set_present
 from parallax.data_parallel.plan import BucketPlan, Levels
 from parallax.data_parallel.sink import GradientSink
 from parallax.data_parallel.wire import scatter_sum_start, sum_start
@@ -180,6 +181,8 @@ class Bucket:
         assert self._gathering is not None
         self._gathering.wait()
         self._gathering = DONE
+        if not self._num_uses:
+            self._mark(present=True)
         self._num_uses += 1
 
     def let_go(self) -> None:
@@ -194,6 +197,11 @@ class Bucket:
             self._gathering.wait()
         self._gathering = None
         self.parameters.untyped_storage().resize_(0)
+        self._mark(present=False)
+
+    def _mark(self, present: bool) -> None:
+        for sink in self.sinks:
+            set_present(sink.parameter, present)
 
     def values(self, part: slice) -> torch.Tensor:
         """Return a part of the bucket's parameters that is here between uses."""
@@ -235,14 +243,21 @@ def make_bucket(
     members: list[nn.Parameter],
     types: GradientTypes,
     zero: int,
+    fill: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Bucket:
-    """Make the buffers of a bucket, and its parameters views of one of them. rank: the global one."""
+    """Make the buffers of a bucket, and its parameters views of one of them.
+
+    rank: the global one. fill: writes a parameter's values, given its name, into zeros; None: copy those that it has.
+    """
     dtype, device = members[0].dtype, members[0].device
     main_dtype = torch.promote_types(dtype, torch.float32)
     flat = torch.zeros(plan.size, dtype=dtype, device=device)
     for place, parameter in zip(plan.places, members, strict=True):
         view = flat[place.offset : place.stop].view(parameter.shape)
-        view.copy_(parameter.detach())
+        if fill is None:
+            view.copy_(parameter.detach())
+        else:
+            fill(place.name, view)
         parameter.data = view
     whole = slice(0, plan.size)
     inner_part = plan.part(levels.inner.index(rank), len(levels.inner))

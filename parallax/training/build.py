@@ -11,7 +11,7 @@ from parallax.data_parallel.optimizer import gradient_types, make_optimizer, rul
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig
-from parallax.models.stages import EMBEDDING, build_stages
+from parallax.models.stages import EMBEDDING, shape_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
 from parallax.precision.backends.choose import choose_backend
@@ -21,6 +21,7 @@ from parallax.precision.tiles import TILE_SIZE
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 from parallax.tensor_parallel.precision import Fp8State, apply_recipe
 from parallax.training.faults import Judge
+from parallax.training.first_values import FirstValues, give_places
 from parallax.training.options import TrainingOptions
 from parallax.training.step import Objective, StageRunner, TrainStep
 
@@ -51,18 +52,16 @@ def build_train_step(
         None if training.precision != "fp8" else choose_backend(fp8, mesh.device, _whole_tiles(model, mesh.layout.tp))
     )
     sequence_parallel = sequence_parallel and mesh.tp is not None
-    stages = build_stages(
+    stages = shape_stages(
         model,
         layers,
         schedule.holders,
         mesh.pp_rank,
-        seed=training.seed,
-        device=mesh.device,
-        dtype=DTYPES[training.precision],
         tp=mesh.tp,
         sequence_parallel=sequence_parallel,
         recompute=training.recompute,
     )
+    give_places(stages.values(), DTYPES[training.precision], mesh.device)
     for stage in stages.values():
         stage.loss_chunk = training.loss_chunk
         if training.compile:
@@ -89,6 +88,7 @@ def build_train_step(
         apart=[EMBEDDING] if model.tie_word_embeddings and schedule.num_stages > 1 else [],
         types=gradient_types(optimizer),
         rule=rule_of(optimizer),
+        fill=FirstValues(training.seed),
     )
     length = training.seq_len // mesh.layout.tp if sequence_parallel else training.seq_len
     spec = ActivationSpec((training.micro_batch, length, model.hidden_size), DTYPES[training.precision])

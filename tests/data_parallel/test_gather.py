@@ -164,3 +164,34 @@ def test_parameters_of_one_rank_alone_are_never_taken_away() -> None:
     GradientBuckets(named_parameters_with_facts(module), toys.alone(), zero=3, scopes=[module.scopes])
     module(torch.ones(1, WIDTH)).sum().backward()
     assert all(whole == list(range(LAYERS)) for _, _, whole in module.seen)
+
+
+def _read_between_steps(mesh: Mesh) -> list[str]:
+    module = _Layers()
+    buckets = GradientBuckets(named_parameters_with_facts(module), mesh, zero=3, scopes=[module.scopes])
+    buckets.zero_grad()
+    told = []
+    for _ in range(2):  # before the first use and after it
+        weight = module.layers[0].weight
+        assert weight.shape == (WIDTH, WIDTH) and weight.requires_grad and weight.grad is None
+        assert repr(weight) == f"AbsentParameter(layers.0.weight, [{WIDTH}, {WIDTH}], torch.float32)"
+        for read in (
+            torch.sum,
+            torch.clone,
+            lambda weight: weight * 2,
+            lambda weight: weight.data,
+            nn.Module.state_dict,
+        ):
+            try:
+                read(module if read is nn.Module.state_dict else weight)
+            except RuntimeError as error:
+                told.append(str(error))
+        _step(module, buckets, mesh.rank, 0)
+    buckets.finish()
+    return told
+
+
+def test_reading_a_parameter_that_is_not_here_is_an_error_that_says_so() -> None:
+    for told in run_ranks(2, _read_between_steps):
+        assert len(told) == 10, told
+        assert all("layers.0.weight was read (" in error and "between its uses" in error for error in told)
