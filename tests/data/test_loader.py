@@ -56,6 +56,16 @@ def test_the_first_epoch_does_not_depend_on_what_is_asked_for_after_it(dataset: 
     assert seen == [token for step in range(111) for token in first_tokens([BatchLoader(dataset, 0, 1, 1)], step)]
 
 
+@pytest.mark.parametrize("samples", [1, 2, 5, 7])
+def test_no_rank_runs_out_of_data_before_the_others(samples: int) -> None:
+    """PyTorch 141069: a rank whose data ends first lets the others wait for ever."""
+    dataset = TokenDataset(stream_of(9 * samples + 1), [(0, 9 * samples + 1)], seq_len=9)
+    for dp in (1, 2, 3, 4):
+        loaders = [BatchLoader(dataset, 0, 12, 1, rank, dp) for rank in range(dp)]
+        for step in range(8):
+            assert {len(loader.micro_batches(step)) for loader in loaders} == {12 // dp}
+
+
 def test_asking_again_gives_the_same_and_another_seed_gives_another(dataset: TokenDataset) -> None:
     loader = BatchLoader(dataset, 0, 16, 4)
     first = first_tokens([loader], 7)
