@@ -45,6 +45,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._frequencies: dict[torch.device, torch.Tensor] = {}  # a copy to a GPU waits for it: one is enough
         self._last: tuple[torch.Tensor | None, torch.dtype | None, Any] = (None, None, None)
 
     def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +68,10 @@ class RotaryEmbedding(nn.Module):
     def _cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions `[...]` to `[..., 1, head_dim/2]` twice; the 1 stands for the heads."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        angles = positions.float().unsqueeze(-1) * inverse_frequencies(self.config).to(positions.device)
+        device = positions.device
+        if device not in self._frequencies:
+            self._frequencies[device] = inverse_frequencies(self.config).to(device)
+        angles = positions.float().unsqueeze(-1) * self._frequencies[device]
         return angles.to(wide).cos().to(dtype).unsqueeze(-2), angles.to(wide).sin().to(dtype).unsqueeze(-2)
 
 
