@@ -3,131 +3,32 @@
     python finetune_sft.py                                                        the model that python pretrain.py left
     torchrun --nproc-per-node 4 finetune_sft.py --tp 2 --pp 2 --init FOLDER --data chats.jsonl      a Hugging Face model
 
-A run, from top to bottom: options, data, mesh, where to start, model and optimizer, the loop. `--help` lists the options.
+`--help` lists the options. parallax/job.py has the run, from top to bottom.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
+from parallax import job
 from parallax.config import FinetuneConfig
 from parallax.data.chat.prepare import PreparedChats, prepare_chats
-from parallax.data.loader import BatchLoader
-from parallax.differences import changes_that_matter
-from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
-from parallax.mesh import Mesh, connect, leave
+from parallax.mesh import Mesh, leave
 from parallax.resolve import parse_finetune
-from parallax.training.lr import learning_rate
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    config = parse_finetune(words)
-    # Idle OpenMP threads that spin make a run on a busy CPU many times slower; read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ["PARALLAX_KERNELS"] = config.training.kernels
-    try:
-        if config.run.dry_run:
-            from parallax.training.plan import print_plan
+    job.run(parse_finetune(words), prepare, train)
 
-            print_plan(config)
-            return
-        data = prepare_chats(config.data, config.training.seq_len)
-        with connect(config.layout, config.run.timeout) as mesh:
-            train(config, data, mesh)
-    except ConfigError as error:
-        exit_with_problems(error.problems, config.asked.program)
-    except Stop as stop:
-        sys.exit(stop.status)
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("stopped; the same command goes on from the newest checkpoint, if there is one", file=sys.stderr)
-        os._exit(EXIT_INTERRUPTED)  # at once: other ranks may be waiting in a collective
+
+def prepare(config: FinetuneConfig) -> PreparedChats:
+    return prepare_chats(config.data, config.training.seq_len)
 
 
 def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:
-    # Importing torch takes seconds, so it waits until the options and the data are known to be good.
-    from parallax.checkpoint.initial_weights import load_weights, look_into
-    from parallax.checkpoint.parts import CheckpointParts
-    from parallax.objectives.masked_next_token import MaskedNextToken
-    from parallax.training.build import DTYPES, build_train_step, describe_fp8
-    from parallax.training.checkpoints import Checkpoints, Resume, agree, only_run_in
-    from parallax.training.fit import Evaluation, Run, fit
-    from parallax.training.flops import total_peak_flops
-    from parallax.training.metrics import Metrics
+    from parallax.objectives.masked_next_token import MaskedNextToken  # here, for it imports torch, which takes seconds
 
-    model, training, root = config.model_config, config.training, config.checkpoints
-    identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
-    agree(identity | {"initial weights": str(config.init)}, mesh)
-    identity["data_files"] = data.files
-    resume = Resume(config.run.resume, root, identity, changes_that_matter)
-    start = resume.find(mesh)
-    carried = look_into(None if start else config.init, config.carried_from, model, mesh)
-
-    objective = MaskedNextToken(model.vocab_size, mesh.tp)
-    train_step = build_train_step(
-        mesh,
-        model,
-        config.stage_ranges,
-        config.schedule,
-        training,
-        config.optimizer,
-        objective,
-        sequence_parallel=config.parallel.sp,
-        spike_factor=config.safety.spike_factor,
-        fp8=config.fp8,
-    )
-    dtype = DTYPES[training.precision]
-    parts = CheckpointParts(model, train_step.parameters, train_step.optimizer, data.tokenizer, dtype=dtype, **carried)
-    parts.scales = train_step.fp8.scales if train_step.fp8 is not None else None
-    start, state = resume.restore(start, parts, mesh)
-    if start is None and config.init is not None:
-        load_weights(config.init, parts, mesh)
-
-    batch = (training.seed, training.global_batch, training.micro_batch, mesh.dp_rank, mesh.layout.dp)
-    loader = BatchLoader(data.train, *batch, pin_memory=mesh.device.type == "cuda")
-    evaluations = [
-        Evaluation(BatchLoader(part, *batch, shuffle=False), config.eval_steps, metric, only_at_end)
-        for metric, part, only_at_end in data.evaluated()
-        if config.run.eval_every
-    ]
-
-    with (
-        only_run_in(config.out, mesh),
-        Metrics(config.out, mesh.rank, config.steps, state.step) as metrics,
-    ):
-        if mesh.rank == 0:
-            config.save()
-        metrics.show(config.describe())
-        metrics.say(f"data           {data.description}")
-        for line in describe_fp8(train_step.fp8, config.fp8_layers):
-            metrics.say(line)
-        if config.why_schedule is not None:
-            metrics.say(f"schedule       {config.why_schedule}")
-        metrics.say(f"going on from  {start}" if start else f"starting from  {config.describe_start()}")
-        if state.step >= config.steps:
-            metrics.say(
-                f"nothing to do  step {state.step} of {config.steps} is done; ask for more --steps, or another --out"
-            )
-        fit(
-            Run(
-                config.run,
-                config.safety,
-                config.steps,
-                model,
-                train_step,
-                loader,
-                evaluations,
-                metrics,
-                state,
-                lambda step: learning_rate(step, config.learning_rate),
-                Checkpoints(root, parts, identity, mesh, config.safety, say=metrics.say),
-                total_peak_flops(mesh, dtype),
-                config.out,
-            )
-        )
-        metrics.say(f"done           {config.describe_end()}")
+    job.train(config, data, MaskedNextToken(config.model_config.vocab_size, mesh.tp), mesh)
 
 
 if __name__ == "__main__":

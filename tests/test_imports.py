@@ -39,7 +39,7 @@ LEVELS: list[set[str]] = [
     {"parallax.models", "parallax.objectives", "parallax.data", "parallax.data_parallel", "parallax.pipeline"},
     {"parallax.layers", "parallax.checkpoint"},
     {"parallax.training"},
-    {"parallax.config", "parallax.differences", "parallax.resolve", "parallax.cli"},
+    {"parallax.config", "parallax.differences", "parallax.resolve", "parallax.job", "parallax.cli"},
     {"pretrain", "finetune_sft", "benchmarks"},
 ]
 INDEPENDENT = LEVELS[5]  # these, though on one level, do not import each other

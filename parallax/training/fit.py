@@ -20,6 +20,7 @@ from parallax.collectives import all_reduce_, barrier
 from parallax.data.loader import BatchLoader
 from parallax.errors import EXIT_BAD_NUMBERS, LostRank, Stop
 from parallax.models.config import DecoderConfig
+from parallax.storage import Location
 from parallax.training.faults import BadStep, Report, Verdict, culprits
 from parallax.training.flops import Work, mfu
 from parallax.training.metrics import Metrics, Stopwatch, peak_memory_bytes
@@ -54,7 +55,7 @@ class Saves(Protocol):
     def finish(self) -> None:
         """Return when what was begun is on the disk."""
 
-    def restore(self) -> tuple[Path, TrainState] | None:
+    def restore(self) -> tuple[Location, TrainState] | None:
         """Bring back the newest checkpoint of this run, None if there is none."""
 
 
