@@ -67,5 +67,6 @@ def _flat(args: tuple, kwargs: dict[str, Any] | None) -> list[Any]:
 
 
 def set_present(parameter: nn.Parameter, present: bool) -> None:
-    """Say whether a parameter's values are here."""
-    parameter.__class__ = nn.Parameter if present else AbsentParameter
+    """Say whether a parameter's values are here. Parameters of another class stay as they are: they are somebody else's tensors."""
+    if type(parameter) in (nn.Parameter, AbsentParameter):
+        parameter.__class__ = nn.Parameter if present else AbsentParameter
