@@ -113,7 +113,8 @@ class RankSharding:
     def bytes_sent(self) -> int:
         """Return what the rank sends in a step for gradients, and for parameters: once updated, or for each use.
 
-        Exact but for Muon, whose matrices go to their owners and back: that is the mean over the ranks, if each owns its share.
+        Exact but for Muon, whose matrices go to their owners and back: that is as if each were cut evenly over its cell, as tp cuts
+        them. Slices of ZeRO mostly hold whole matrices, which stay where they are, so there it is less.
         """
         total = 0
         for bucket in self.buckets:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallax.data_parallel import muon
 from parallax.mesh import Layout, Mesh
 from parallax.pipeline.schedules import make_schedule
 from parallax.shared_memory import SharedMemory
@@ -120,3 +121,60 @@ CASES = {
 @pytest.mark.parametrize("layout", CASES, ids=lambda layout: f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}")
 def test_what_is_held_and_sent_equals_the_formulas(layout: Layout) -> None:
     assert run_layout(layout, _run, CASES[layout], timeout=120) == [[]] * layout.world_size
+
+
+def _exchanged(mesh: Mesh, cases: list[Case]) -> list[tuple[int, int, int]]:
+    """Return the bytes that Muon exchanges in the second step of each case: sent by this rank, owed by it, and planned.
+
+    Owed: of matrices that others own, what is here, unless a rank before has it too; of its own ones, what is elsewhere.
+    """
+    result = []
+    for case in cases:
+        step, loader = build(mesh, case), loader_of(mesh, case)
+        step(loader.micro_batches(0), 1e-3)
+        sent: list[int] = []
+        original = muon.exchange
+
+        def counting(outgoing: Any, incoming: Any, group: Any, sent: list[int] = sent, do: Any = original) -> None:
+            sent.extend(tensor.nbytes for tensor in outgoing.values())
+            do(outgoing, incoming, group)
+
+        muon.exchange = counting
+        try:
+            step(loader.micro_batches(1), 1e-3)
+        finally:
+            muon.exchange = original
+        rule = step.optimizer._rules["muon"]
+        assert isinstance(rule, muon.Muon)
+        owed = 0
+        for cell, _ in rule._cells:
+            for matrix in cell.matrices:
+                for piece in matrix.pieces:
+                    elements = piece.stop - piece.start
+                    if matrix.owner == cell.rank:
+                        owed += elements * sum(rank != cell.rank for rank in piece.ranks)
+                    elif piece.ranks[0] == cell.rank and matrix.owner not in piece.ranks:
+                        owed += elements
+        planned = sum(
+            2 * (bucket.plan.size // bucket.levels.num_shards) * (bucket.cell - 1) // bucket.cell * 4
+            for bucket in _planned(mesh, case).buckets
+        )
+        result.append((sum(sent), owed * 4, planned))
+    return result
+
+
+WITH_MUON = {
+    Layout(dp=2): [Case(optimizer="muon", zero=zero, micro_batch=1) for zero in (0, 1, 2, 3)],
+    Layout(tp=2): [Case(optimizer="muon", zero=zero) for zero in (0, 1)],
+    Layout(tp=2, dp=2): [Case(optimizer="muon", zero=zero, micro_batch=1, precision="bf16") for zero in (0, 1, 3)],
+}
+
+
+@pytest.mark.parametrize("layout", WITH_MUON, ids=str)
+def test_muon_exchanges_what_is_not_at_its_owner_and_at_most_what_is_planned(layout: Layout) -> None:
+    for case, *ranks in zip(WITH_MUON[layout], *run_layout(layout, _exchanged, WITH_MUON[layout]), strict=True):
+        sent, owed, planned = (sum(column) for column in zip(*ranks, strict=True))
+        assert sent == owed, case
+        assert sent <= planned, case
+        if case.zero == 0 or layout.dp == 1:  # what cuts matrices is tp, evenly
+            assert sent == planned, case
