@@ -287,5 +287,5 @@ class _Tokenizer:
 
     bos_id, eos_id = None, 7
 
-    def save(self, folder: str | Path) -> None:
-        (Path(folder) / "chat_template.jinja").write_text("another")
+    def files(self) -> dict[str, bytes]:
+        return {"chat_template.jinja": b"another"}
