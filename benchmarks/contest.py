@@ -126,10 +126,10 @@ def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Resu
     """
     import torch
 
+    from benchmarks.machine import products_peak
     from benchmarks.peers import make_contestant
     from benchmarks.task import make_batches
     from parallax.collectives import all_gather, all_reduce_, barrier
-    from parallax.training.flops import total_peak_flops
 
     steps = make_batches(task, mesh, CHECKED_STEPS + rounds)
     contestants = {name: make_contestant(name, mesh, task) for name in names}
@@ -139,7 +139,7 @@ def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Resu
         ).tolist()
         for name, contestant in contestants.items()
     }
-    peak = total_peak_flops(mesh, torch.float32) if rounds else 0.0
+    peak = products_peak(mesh) if rounds else 0.0
     result = Result(losses, {name: [] for name in names}, peak)
     assert result.disagreement() < TOLERANCE, f"the contestants do not train the same model: {losses}"
     if mesh.rank == 0 and rounds:
@@ -157,7 +157,7 @@ def compete(mesh: Mesh, task: Task, names: tuple[str, ...], rounds: int) -> Resu
         if mesh.rank == 0:
             latest = ", ".join(f"{name} {task.tokens_per_step / result.seconds[name][-1]:,.0f}" for name in names)
             say(f"  round {number + 1}: {latest}")
-    return replace(result, peak_flops=max(peak, total_peak_flops(mesh, torch.float32) if rounds else 0.0))
+    return replace(result, peak_flops=max(peak, products_peak(mesh) if rounds else 0.0))
 
 
 def _outermost(spans: torch.Tensor) -> tuple[float, float]:
