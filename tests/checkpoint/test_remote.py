@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import os
 import uuid
 from pathlib import Path
 
@@ -69,9 +70,10 @@ def test_a_model_behind_an_address_is_found_and_opened(address: str) -> None:
     assert all(opened[name].equal(parameter) for name, parameter, _ in parts.parameters)
 
 
-def _save_and_load(mesh: Mesh, address: str) -> list[str]:
+def _save_and_load(mesh: Mesh, address: str, folder: str) -> list[str]:
     from tests import objects  # noqa: F401  (registers the fake storage in this process)
 
+    os.environ["PARALLAX_TEST_OBJECTS"] = folder  # the processes are forked from one that is older than this test
     parts = build_parts(mesh, LLAMA, zero=1, seed=1, fill=True)
     save(address, 50, parts, mesh)
     saver = BackgroundSaver(address, parts, mesh)
@@ -85,7 +87,7 @@ def _save_and_load(mesh: Mesh, address: str) -> list[str]:
 
 
 def test_several_ranks_save_and_load_behind_one_address(store: Path) -> None:
-    assert run_layout(Layout(tp=2, dp=2), _save_and_load, "objects://bucket/run") == [[]] * 4
+    assert run_layout(Layout(tp=2, dp=2), _save_and_load, "objects://bucket/run", str(store)) == [[]] * 4
     assert [step for step, _ in list_checkpoints("objects://bucket/run")] == [100, 50]
     assert verify("objects://bucket/run/step-00000100") == []
     single = save(store.parent / "single", 100, build_parts(MESH, LLAMA, zero=0, seed=1, fill=True), MESH)
