@@ -22,13 +22,18 @@ def describe_machine() -> dict[str, str | int | float]:
 
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "load": round(os.getloadavg()[0], 1),  # processes that wanted to run, over the last minute
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:
@@ -53,8 +58,7 @@ def products_peak(mesh: Mesh) -> float:
 
     from parallax.collectives import all_reduce_, barrier
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = min(1.0, cores / (mesh.layout.world_size * torch.get_num_threads()))
+    share = min(1.0, usable_cores() / (mesh.layout.world_size * torch.get_num_threads()))
     barrier(mesh.world)
     best = 0.0
     for size in _SIZES:

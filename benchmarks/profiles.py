@@ -12,8 +12,8 @@ many. Each second is of one kind:
     waits        communication: collectives, messages, and waiting for either, with the copies that they make in shared memory
     rest         in no operator: Python, autograd, dispatch; also waits inside of DistributedDataParallel's C++
 
-"Products at" is their speed while they run, their operations over their seconds, as a share of the peak: of square products of the
-best size on all ranks at once.
+"Products at" is their speed while they run, their operations over their seconds, as a share of what square products of the best
+size reach on as many cores. Where ranks share cores, a part of every kind is waiting for a core.
 """
 
 from __future__ import annotations
@@ -74,14 +74,16 @@ def _profile_all(mesh: Mesh, task: Task, names: tuple[str, ...]) -> dict[str, tu
     """Return of each contestant the seconds of a step, the share of each kind, and of the products' speed in the peak."""
     import torch
 
-    from benchmarks.machine import products_peak
+    from benchmarks.machine import products_peak, usable_cores
     from benchmarks.peers import make_contestant
     from benchmarks.task import make_batches
     from parallax.collectives import barrier
 
     _label_communication()
     steps = make_batches(task, mesh, 2)
-    peak = products_peak(mesh) / mesh.layout.world_size
+    threads = torch.get_num_threads()
+    cores_used = min(mesh.layout.world_size * threads, usable_cores())
+    peak = products_peak(mesh) * threads / cores_used
     result = {}
     for name in names:
         contestant = make_contestant(name, mesh, task)
