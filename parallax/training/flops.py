@@ -136,16 +136,19 @@ def share_of_cores(threads: int, ranks: int, cores: int) -> float:
 def measured_flops(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = (512, 1024, 2048), budget_seconds: float = 0.3
 ) -> float:
-    """Return the best FLOP/s of square matrix products; on a CPU with a core for each thread that torch has now.
+    """Return the best FLOP/s of square matrix products, on a CPU with as many threads as torch has now.
 
     sizes: rows and columns, tried in turn: the largest is the best where there are many cores, and takes 170 ms of one.
     """
     import torch
 
     def clock() -> float:
-        """Return seconds: on a CPU the mean of the threads' own."""
+        """Return seconds: of one thread its own, so that others' use of its core does not count; of several those of the clock.
+
+        Threads wait for each other asleep, so the sum of theirs says less than the clock.
+        """
         if device.type != "cuda":
-            return time.process_time() / torch.get_num_threads()
+            return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
         torch.cuda.synchronize(device)
         return time.perf_counter()
 

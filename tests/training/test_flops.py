@@ -135,6 +135,7 @@ def test_the_peak_of_a_cpu_is_measured_quickly_and_is_plausible() -> None:
 
 
 def test_the_peak_is_that_of_the_core_though_something_else_takes_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     wall, ours = [0.0], [0.0]
 
     def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
@@ -145,6 +146,21 @@ def test_the_peak_is_that_of_the_core_though_something_else_takes_most_of_it(mon
     clocks = SimpleNamespace(perf_counter=lambda: wall[0], process_time=lambda: ours[0])
     monkeypatch.setattr(of_training, "time", clocks)
     assert measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(100e9)
+
+
+def test_the_peak_of_several_threads_is_that_of_the_clock_for_they_wait_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    wall, ours = [0.0], [0.0]
+
+    def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        seconds = 2 * len(left) ** 3 / 200e9
+        wall[0] += seconds
+        ours[0] += 1.2 * seconds  # of the second thread there was a fifth to do
+
+    monkeypatch.setattr(torch, "mm", mm)
+    clocks = SimpleNamespace(perf_counter=lambda: wall[0], process_time=lambda: ours[0])
+    monkeypatch.setattr(of_training, "time", clocks)
+    assert measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(200e9)
 
 
 def test_ranks_that_share_cores_have_no_more_than_the_cores_have() -> None:
