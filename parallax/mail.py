@@ -1,13 +1,13 @@
 """Messages between two ranks that share a host's memory: a send copies into a slot and returns, a receive copies out of it.
 
     segment    a line for each source and target: bell, the source's first store
-    store      next store | dtype and shape | tags of the slots | 16 slots
+    store      next store, number and size of slots | tags of the slots | dtype and shape in each | slots
 
-A store is a memfd of the sender's, for messages of one dtype and shape. The sender writes a message into the first free slot,
-then its tag, then rings the target's bell: adds one to it and wakes whoever sleeps on it (man 2 futex). The receiver looks for
-the tag, and sleeps while it is not there; when it has copied the message out it clears the tag, which makes the slot free. If
-none is free the sender makes another store, so it never waits, and no more memory is touched than messages were under way at
-once. Only the source writes to a line and puts tags, only the target clears them.
+A store is a memfd of the sender's, of slots of one size, a power of two. The sender writes a message into the first free slot
+that is large enough, then its tag, then rings the target's bell: adds one to it and wakes whoever sleeps on it (man 2 futex). The
+receiver looks for the tag, and sleeps while it is not there; when it has copied the message out it clears the tag, which makes
+the slot free. If none is free the sender makes another store with twice as many slots, so it never waits, and no more memory is
+touched than messages were under way at once. Only the source writes to a line and puts tags, only the target clears them.
 
 Stores have no name in any file system: the receiver opens them through the sender's /proc, and they vanish with the last of
 the two processes. What is said in parallax/meeting.py about memory order and about ranks that die holds here too.
@@ -16,22 +16,26 @@ the two processes. What is said in parallax/meeting.py about memory order and ab
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
 from parallax.dtypes import DTYPES
-from parallax.errors import LostRank
+from parallax.errors import ConfigError, LostRank
 from parallax.meeting import SPIN, Futex
 
 LINE = 64  # bytes of a cache line
 MAX_RANKS = 64  # lines grow with its square
 MAX_DIMS = 8
-_SLOTS = 16
-_NEXT, _DTYPE, _DIMS, _SIZES, _TAGS = 0, 1, 2, 3, 16  # places in a store's head, in words of 8 bytes
+_FIRST_SLOTS, _LEAST_BYTES = 16, 1024  # of a store
+_NEXT, _COUNT, _SIZE, _TAGS = 0, 1, 2, 8  # places in a store's head, in words of 8 bytes
+_SPEC_WORDS = 2 + MAX_DIMS  # dtype, number of dims, dims
 
 
 def mail_bytes(ranks: int) -> int:
@@ -43,7 +47,7 @@ class Mail:
     """One rank's messages to and from the others of a group.
 
     members: the ranks' global ranks, in order. pids: their processes. segment: mapped by all; the lines begin at `offset`.
-    find_dead: returns which ranks have ended. `step` is for its users: a number that they count up together.
+    find_dead: returns which ranks have ended.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Mail:
         timeout_seconds: float,
         find_dead: Callable[[], list[int]],
     ) -> None:
-        self.step = 0
+        self._steps = 0
         self._name, self._members, self._rank, self._pids = name, members, rank, pids
         self._timeout, self._find_dead, self._futex = timeout_seconds, find_dead, Futex()
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(segment, offset))
@@ -65,22 +69,41 @@ class Mail:
         self._outgoing: dict[int, list[_Store]] = {}
         self._incoming: dict[int, list[_Store]] = {}
 
+    def begin_step(self) -> int:
+        """Return a number for what is sent from now on, from 1 on; all ranks begin their steps in the same order."""
+        self._steps += 1
+        return self._steps
+
+    def forget(self, step: int) -> None:
+        """Free the slots of messages to this rank that a step left behind: those whose tags are `step` times 2**32 and more."""
+        for stores in self._incoming.values():
+            for store in stores:
+                for slot, tag in enumerate(store.tags.tolist()):
+                    if tag >> 32 == step:
+                        store.tags[slot] = 0
+
     @torch.no_grad()
     def send(self, target: int, tag: int, tensor: torch.Tensor) -> None:
-        """Put a copy of a CPU tensor where the rank `target` finds it by its tag, a positive number; never waits."""
+        """Put a copy of a CPU tensor where the rank `target` finds it by its tag, a positive number; never waits.
+
+        Raises ConfigError if no more shared memory can be made.
+        """
         stores = self._outgoing.setdefault(target, [])
         line = self._line(self._rank, target)
-        for store in stores:
-            if store.dtype == tensor.dtype and store.shape == tensor.shape and (slot := store.find(0)) is not None:
+        size = _slot_bytes(tensor.numel() * tensor.element_size())
+        same = [store for store in stores if store.slot_bytes == size]
+        for store in same:
+            if (slot := store.find(0)) is not None:
                 break
         else:
-            store, slot = _Store.make(f"{self._name}-{self._rank}-{target}", tensor), 0
+            count = 2 * same[-1].count if same else _FIRST_SLOTS
+            store, slot = _Store.make(f"{self._name}-{self._rank}-{target}", count, size), 0
             if stores:
-                stores[-1].head[_NEXT] = store.descriptor + 1
+                stores[-1].words[_NEXT] = store.descriptor + 1
             else:
                 self._lines[line + 1] = store.descriptor + 1
             stores.append(store)
-        store.slots[slot].copy_(tensor)
+        store.put(slot, tensor)
         store.tags[slot] = tag
         self._lines[line] = self._lines[line] + 1 & 0xFFFFFFFF
         self._futex.wake(self._base + 4 * line)
@@ -97,7 +120,7 @@ class Mail:
             bell = lines[line]
             if (found := self._find(source, line, tag)) is not None:
                 store, slot = found
-                result = store.slots[slot].clone()
+                result = store.get(slot)
                 store.tags[slot] = 0
                 return result
             for _ in range(SPIN):
@@ -121,7 +144,7 @@ class Mail:
         for store in stores:
             if (slot := store.find(tag)) is not None:
                 return store, slot
-        while following := stores[-1].head[_NEXT] if stores else self._lines[line + 1]:
+        while following := stores[-1].words[_NEXT] if stores else self._lines[line + 1]:
             stores.append(_Store.open(self._pids[source], following - 1, self._members[source]))
             if (slot := stores[-1].find(tag)) is not None:
                 return stores[-1], slot
@@ -132,20 +155,21 @@ class Mail:
 
 
 class _Store:
-    """Slots for messages of one dtype and shape. `slots[i]` is a tensor of that shape; its tag is 0 while it is free."""
+    """`count` slots of `slot_bytes` each. A slot's tag is 0 while it is free; a new store is all zeros."""
 
     def __init__(self, memory: mmap.mmap, descriptor: int) -> None:
         self.descriptor = descriptor
-        words = memoryview(memory).cast("Q")
-        self.head, self.tags = words, words[_TAGS : _TAGS + _SLOTS]
-        self.dtype = DTYPES[words[_DTYPE]]
-        self.shape = torch.Size(words[_SIZES : _SIZES + words[_DIMS]].tolist())
-        stride = _stride(self.dtype, self.shape)
-        data = torch.frombuffer(memory, dtype=torch.uint8, offset=mmap.PAGESIZE)
-        used = self.shape.numel() * self.dtype.itemsize
-        self.slots = [
-            data[start : start + used].view(self.dtype).view(self.shape) for start in range(0, _SLOTS * stride, stride)
+        self.words = memoryview(memory).cast("Q")
+        self.count, self.slot_bytes = self.words[_COUNT], self.words[_SIZE]
+        self.tags = self.words[_TAGS : _TAGS + self.count]
+        specs = _TAGS + self.count
+        self._specs = [
+            self.words[start : start + _SPEC_WORDS]
+            for start in range(specs, specs + self.count * _SPEC_WORDS, _SPEC_WORDS)
         ]
+        with torch.inference_mode(False):  # what is made here is written to outside of that mode too
+            self._data = torch.frombuffer(memory, dtype=torch.uint8, offset=_head_bytes(self.count))
+        self._views: dict[tuple[int, bytes], torch.Tensor] = {}
 
     def find(self, tag: int) -> int | None:
         """Return the first slot with this tag."""
@@ -154,16 +178,42 @@ class _Store:
         except ValueError:
             return None
 
+    def put(self, slot: int, tensor: torch.Tensor) -> None:
+        """Copy a tensor that fits into a slot."""
+        spec = _encode(tensor.dtype, tensor.shape)
+        self._specs[slot].cast("B")[:] = spec
+        self._view(slot, spec).copy_(tensor)
+
+    def get(self, slot: int) -> torch.Tensor:
+        """Return a copy of the tensor in a slot."""
+        return self._view(slot, self._specs[slot].tobytes()).clone()
+
+    def _view(self, slot: int, spec: bytes) -> torch.Tensor:
+        view = self._views.get((slot, spec))
+        if view is None:
+            if len(self._views) > 4 * self.count:
+                self._views.clear()
+            dtype, dims, *sizes = struct.unpack(f"{_SPEC_WORDS}Q", spec)
+            shape = torch.Size(sizes[:dims])
+            start = slot * self.slot_bytes
+            with torch.inference_mode(False):
+                flat = self._data[start : start + shape.numel() * DTYPES[dtype].itemsize]
+                view = self._views[slot, spec] = flat.view(DTYPES[dtype]).view(shape)
+        return view
+
     @classmethod
-    def make(cls, name: str, like: torch.Tensor) -> _Store:
-        assert like.dtype in DTYPES and like.dim() <= MAX_DIMS, "the caller checks this"
-        descriptor = os.memfd_create(f"parallax-mail-{name}")
-        os.ftruncate(descriptor, mmap.PAGESIZE + _SLOTS * _stride(like.dtype, like.shape))
-        memory = mmap.mmap(descriptor, 0)
+    def make(cls, name: str, count: int, slot_bytes: int) -> _Store:
+        try:
+            descriptor = os.memfd_create(f"parallax-mail-{name}")
+            os.ftruncate(descriptor, _head_bytes(count) + count * slot_bytes)
+            memory = mmap.mmap(descriptor, 0)
+        except OSError as error:
+            raise ConfigError(
+                f"no more shared memory can be made for messages ({error.strerror}); allow this process more memory or open files "
+                "(ulimit -n), or connect with shared_memory=False"
+            ) from error
         words = memoryview(memory).cast("Q")
-        words[_DTYPE], words[_DIMS] = DTYPES.index(like.dtype), like.dim()
-        for place, size in enumerate(like.shape):
-            words[_SIZES + place] = size
+        words[_COUNT], words[_SIZE] = count, slot_bytes
         return cls(memory, descriptor)
 
     @classmethod
@@ -175,9 +225,25 @@ class _Store:
             finally:
                 os.close(here)
         except OSError as error:
-            raise LostRank(f"the memory of global rank {member} cannot be opened; it ended ({error})") from error
+            if error.errno in (errno.ENOENT, errno.ESRCH) and not os.path.exists(f"/proc/{pid}"):
+                raise LostRank(f"global rank {member} ended, and with it the message") from error
+            raise ConfigError(
+                f"the shared memory of global rank {member} cannot be opened ({error.strerror}); allow this process more memory "
+                "or open files (ulimit -n) and let it see that one in /proc, or connect with shared_memory=False"
+            ) from error
 
 
-def _stride(dtype: torch.dtype, shape: torch.Size) -> int:
-    used = shape.numel() * dtype.itemsize
-    return -(-max(used, 1) // LINE) * LINE
+@cache
+def _encode(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    assert dtype in DTYPES and len(shape) <= MAX_DIMS, "the caller checks this"
+    sizes = [*shape, *[0] * (MAX_DIMS - len(shape))]
+    return struct.pack(f"{_SPEC_WORDS}Q", DTYPES.index(dtype), len(shape), *sizes)
+
+
+def _slot_bytes(used: int) -> int:
+    return max(_LEAST_BYTES, 1 << (used - 1).bit_length()) if used else _LEAST_BYTES
+
+
+def _head_bytes(count: int) -> int:
+    used = 8 * (_TAGS + count * (1 + _SPEC_WORDS))
+    return -(-used // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -137,15 +137,21 @@ class PipelineExecutor:
         chunks = Chunks(program.schedule, self.rank, self.stages, self.weights, listener)
         run = _Run(program, chunks, recorder)
         self.weights.clear()
-        steps = self._steps(program)
+        if self._transport is not None:
+            self._transport.begin()
+        return self._walk(run)
+
+    def _walk(self, run: _Run) -> Generator[Step, None, list[torch.Tensor]]:
+        steps = self._steps(run.program)
         for place, step in enumerate(steps):
             run.following = steps[place + 1] if place + 1 < len(steps) else None
             yield step
             self._do(run, step)
         if self._transport is not None:
             self._transport.finish()
-        self.peak_in_flight = chunks.peak_in_flight
-        return [chunks.outputs[number] for number in sorted(chunks.outputs)]
+        self.peak_in_flight = run.chunks.peak_in_flight
+        outputs = run.chunks.outputs
+        return [outputs[number] for number in sorted(outputs)]
 
     def _do(self, run: _Run, step: Step) -> None:
         if self._journal is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from parallax.errors import LostRank
 from parallax.mail import Mail
 from parallax.mesh import Group
 from parallax.pipeline.lower import Message
@@ -29,15 +30,22 @@ class SharedTransport:
 
     def __init__(self, group: Group, mail: Mail, spec: ActivationSpec | None = None) -> None:
         self._group, self._mail, self._boundaries = group, mail, Boundaries(spec)
+        self._step, self._is_over = 0, True
 
     def needs_order(self, messages: Iterable[Message]) -> bool:
         """Never: messages have tags."""
         return False
 
+    def begin(self) -> None:
+        """Give the step's messages a number, the same on all ranks, that none of another step has."""
+        if not self._is_over:
+            self._mail.forget(self._step)
+        self._step, self._is_over = self._mail.begin_step(), False
+
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Send a stage's output or an input's gradient; raises ConfigError if its shape is not the agreed one."""
         self._boundaries.check(message, tensor)
-        with telling(self._group, sending(message)):
+        with telling(self._group, sending(message), LostRank):
             self._mail.send(message.target, self._tag(message), tensor)
 
     def post(self, message: Message) -> None:
@@ -47,15 +55,15 @@ class SharedTransport:
         """Wait for a message and return it; None for a gradient that does not exist."""
         if self._boundaries.lacks_gradient(message):
             return None
-        with telling(self._group, receiving(message)):
+        with telling(self._group, receiving(message), LostRank):
             return self._mail.receive(message.source, self._tag(message))
 
     def finish(self) -> None:
-        """End the step: its messages have left when `send` returned, and the next step's have other tags."""
-        self._mail.step += 1
+        """End the step: its messages have left when `send` returned."""
+        self._is_over = True
 
     def _tag(self, message: Message) -> int:
-        return self._mail.step % 2**32 << 32 | message.index + 1
+        return self._step << 32 | message.index + 1
 
 
 def make_transport(group: Group, device: torch.device, spec: ActivationSpec | None) -> Transport:

@@ -57,8 +57,12 @@ class Transport(Protocol):
         """Whether receives of `messages` must be posted in the lowered order; otherwise any earlier moment is better."""
         ...
 
+    def begin(self) -> None:
+        """A step begins, on all ranks in the same order."""
+        ...
+
     def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Start to send `tensor`, which is not written to from now on; never blocks."""
+        """Start to send `tensor`; never blocks."""
         ...
 
     def post(self, message: Message) -> None:
@@ -93,10 +97,11 @@ class Boundaries:
         """Learn from the first message over a boundary; raises ConfigError if a later one is not like it."""
         spec, known = ActivationSpec(tuple(tensor.shape), tensor.dtype), self.spec_of(message)
         if known is None:
-            if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
+            is_dense = tensor.layout == torch.strided
+            if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS or not is_dense:
                 raise ConfigError(
-                    f"a stage returned {list(spec.shape)} {spec.dtype}; stages can hand on tensors of at most {MAX_DIMS} "
-                    f"dims of {', '.join(str(dtype) for dtype in DTYPES)}"
+                    f"a stage returned {'' if is_dense else 'sparse '}{list(spec.shape)} {spec.dtype}; stages can hand on dense "
+                    f"tensors of at most {MAX_DIMS} dims of {', '.join(str(dtype) for dtype in DTYPES)}"
                 )
             self.learn(message, spec)
         elif spec != known:
@@ -132,6 +137,9 @@ class GroupTransport:
         """Say yes without tags, and while a header has to be waited for before a receive can be posted."""
         return not self._tagged or any(self._boundaries.spec_of(message) is None for message in messages)
 
+    def begin(self) -> None:
+        """Nothing has to be done."""
+
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start to send a stage's output or an input's gradient; raises ConfigError if its shape is not the agreed one."""
         is_new = self._boundaries.spec_of(message) is None
@@ -139,6 +147,9 @@ class GroupTransport:
         with telling(self._group, sending(message)):
             if is_new:
                 self._start_send(message, _encode(tensor), header=True)
+            # On a CPU a copy, for a stage may write to its output again; on a GPU what writes later waits its turn.
+            if self._device.type == "cpu":
+                tensor = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
             self._start_send(message, tensor.contiguous())
         self._release(lambda sent: False)
 
@@ -199,8 +210,8 @@ class GroupTransport:
 
 
 @contextmanager
-def telling(group: Group, doing: str) -> Iterator[None]:
-    """Say in a failed communication's message which process was doing what."""
+def telling(group: Group, doing: str, failure: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+    """Say in a failed communication's message which process was doing what. failure: what it raises if a rank is lost."""
     journal = group.journal
     if journal is not None:
         journal.begin(doing, group.name, 0, None)
@@ -208,7 +219,7 @@ def telling(group: Group, doing: str) -> Iterator[None]:
         yield
         if journal is not None:
             journal.end()
-    except RuntimeError as error:
+    except failure as error:
         here = group.rank
         reason = backend_reason(error)
         raise LostRank(f"rank {group.ranks[here]} (pipeline rank {here}): while {doing}: {reason}") from error

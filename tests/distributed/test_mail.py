@@ -60,6 +60,25 @@ def _many(mesh: Mesh) -> None:
             assert torch.equal(mail.receive(0, number + 1), torch.full((1000,), number))
 
 
+def _few_descriptors(mesh: Mesh) -> int:
+    mail, before = _mail(mesh), len(os.listdir("/proc/self/fd"))
+    if mesh.rank == 0:
+        for number in range(3000):
+            mail.send(1, number + 1, torch.full((3,), number))
+    barrier(mesh.world)
+    if mesh.rank == 1:
+        assert sum(mail.receive(0, number + 1)[0].item() for number in range(3000)) == 2999 * 1500
+    barrier(mesh.world)
+    for length in range(1, 400, 7):  # other shapes find room in the same stores
+        mail.send(1 - mesh.rank, 5000 + length, torch.zeros(length))
+        assert mail.receive(1 - mesh.rank, 5000 + length).shape == (length,)
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_descriptors_do_not_grow_with_messages_and_shapes() -> None:
+    assert max(run_layout(Layout(dp=2), _few_descriptors)) < 40
+
+
 def test_any_number_of_messages_can_be_under_way() -> None:
     run_layout(Layout(dp=2), _many)
 

@@ -26,6 +26,9 @@ class Mailbox:
     def needs_order(self, messages: Iterable[Message]) -> bool:
         return False
 
+    def begin(self) -> None:
+        pass
+
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         assert message not in self.sent
         self.sent[message] = tensor.clone()

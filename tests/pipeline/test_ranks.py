@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallax.collectives import barrier
 from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.pipeline import SCHEDULES, ActivationSpec, PipelineExecutor, forward_only, simulate
@@ -70,6 +71,52 @@ def check_cases(mesh: Mesh) -> None:
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, dp=2)], ids=str)
 def test_losses_and_gradients_of_real_ranks_equal_the_single_process(layout: Layout) -> None:
     run_layout(layout, check_cases)
+
+
+def check_after_a_broken_step(mesh: Mesh, begun: tuple[int, int]) -> None:
+    """Break a step off, on each rank after as many parts as `begun` says, and do another one on other numbers."""
+    layers, rank = make_layers(2), mesh.pp_rank
+    stage = make_stages(layers, make_batch(4))[rank]
+    broken_off = True
+
+    def function(tensor: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+        output = stage(tensor, micro_batch)
+        return 3 * output if broken_off else output
+
+    executor = PipelineExecutor(SCHEDULES["gpipe"](2, 4), mesh.pp, {rank: function}, SPEC)
+    walk = executor.walk()
+    for _ in range(begun[rank]):
+        next(walk)
+    walk.close()
+    barrier(mesh.world)
+    broken_off = False
+    for layer in layers:
+        layer.zero_grad()
+    losses, gradients = plain_losses_and_gradients(2, 4)
+    outputs = executor.run()
+    assert [output.item() for output in outputs] == (pytest.approx(losses, rel=1e-12) if rank == 1 else [])
+    for mine, right in zip(gradients_of(layers), gradients[2 * rank : 2 * rank + 2], strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("begun", [(0, 0), (7, 0), (7, 4)], ids=str)  # few enough that no rank waits for the other
+def test_a_step_that_was_broken_off_leaves_nothing_to_the_next(begun: tuple[int, int]) -> None:
+    run_layout(Layout(pp=2), check_after_a_broken_step, begun)
+
+
+def check_evaluation_first(mesh: Mesh) -> None:
+    layers = make_layers(2)
+    stages = make_stages(layers, make_batch(4))
+    executor = PipelineExecutor(SCHEDULES["1f1b"](2, 4), mesh.pp, {mesh.pp_rank: stages[mesh.pp_rank]}, SPEC)
+    losses, _ = plain_losses_and_gradients(2, 4)
+    with torch.inference_mode():
+        evaluated = executor.run(executor.prepare(forward_only(2, 4)))
+    for outputs in (evaluated, executor.run()):
+        assert [output.item() for output in outputs] == (pytest.approx(losses, rel=1e-12) if mesh.pp_rank else [])
+
+
+def test_inference_mode_before_the_first_step_does_no_harm() -> None:
+    run_layout(Layout(pp=2), check_evaluation_first)
 
 
 def count_tensors(mesh: Mesh) -> list[int]:
