@@ -130,7 +130,7 @@ def test_a_switch_of_megatron_stands_before_other_options() -> None:
         ("--precision fp16", 1, "--precision fp16 is unknown; use fp32, bf16 or fp8"),
         ("--recompute some", 1, "--recompute some is unknown; use none, selective or full"),
         ("--lr 0", 1, "--lr 0.0 must be above 0"),
-        ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.00390625"),
+        ("--min-lr 1", 1, "--min-lr 1.0 must be between 0 and --lr 0.001"),
         ("--warmup-steps 101", 1, "--warmup-steps 101 must be between 0 and the 100 steps"),
         ("--lr-schedule constant --min-lr 0", 1, "--min-lr has no effect with --lr-schedule constant"),
         ("--zero 7", 1, "--zero 7 is unknown; use 0, 1, 2 or 3"),

@@ -20,9 +20,12 @@ from parallax.flags import named
 
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_steps; 10 to 20% is enough (Hagele et al. 2024, arXiv:2405.18392)
 DEFAULT_WARMUP_FRACTION, MAX_DEFAULT_WARMUP = 0.1, 2000
-# The best rate falls as 1 / width (Yang et al. 2022, arXiv:2203.03466); 1 / hidden_size is 3.9e-3 for the preset tiny, 2.4e-4
-# for Llama 3 8B and 6.1e-5 for 405B, which were trained with 3e-4 and 8e-5 (Llama Team 2024, arXiv:2407.21783, table 3).
+# The best rate falls as 1 / width (Yang et al. 2022, arXiv:2203.03466); 1 / hidden_size is 2.4e-4 for Llama 3 8B and 6.1e-5 for
+# 405B, which were trained with 3e-4 and 8e-5 (Llama Team 2024, arXiv:2407.21783, table 3).
 DEFAULT_LR_TIMES_HIDDEN = 1.0
+# For narrow models that is too much: with the preset tiny and 2048 tokens a step, losses at 1e-3 are lower, and runs that differ in
+# their rounding alone stay within 0.4% of each other, where at 3.9e-3 they are up to 5% apart (docs/fp8.md).
+MAX_DEFAULT_LR = 1e-3
 # A tenth of it to fine-tune, so that what the weights know is not lost: 2.4e-5 for the width of Llama 2 7B, 6.1e-6 for Llama 3
 # 405B; they were fine-tuned with 2e-5 (Touvron et al. 2023, arXiv:2307.09288, section 3.1) and 1e-5 (Llama Team, section 4.1.3).
 FINETUNE_LR_TIMES_HIDDEN = 0.1
@@ -33,7 +36,7 @@ DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown e
 class LearningRateOptions:
     """How far each step goes, and how that changes over the run."""
 
-    lr: Annotated[float | None, named("lr", metavar="FLOAT", default="1 / hidden size")] = None
+    lr: Annotated[float | None, named("lr", metavar="FLOAT", default="1 / hidden size, at most 0.001")] = None
     """Learning rate after the warm-up."""
 
     lr_schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], named("lr-schedule", "lr-decay-style")] = (
@@ -56,6 +59,11 @@ class LearningRateOptions:
     """Step, warm-up included, at which the decay ends."""
 
     LR_TIMES_HIDDEN: ClassVar[float] = DEFAULT_LR_TIMES_HIDDEN
+    MAX_LR: ClassVar[float] = MAX_DEFAULT_LR
+
+    def default_lr(self, hidden_size: int) -> float:
+        """Return the rate for a model that wide where none is asked for."""
+        return min(self.LR_TIMES_HIDDEN / hidden_size, self.MAX_LR)
 
     def check(self, steps: int, hidden_size: int | None) -> list[str]:
         """Return what is wrong with these options in a run of `steps` steps, a sentence each.
@@ -63,7 +71,7 @@ class LearningRateOptions:
         hidden_size: of the model, or None while it is not known.
         """
         problems = []
-        lr = self.lr or (self.LR_TIMES_HIDDEN / hidden_size if hidden_size else None)
+        lr = self.lr or (self.default_lr(hidden_size) if hidden_size else None)
         if self.lr is not None and self.lr <= 0:
             problems.append(f"--lr {self.lr} must be above 0")
         elif lr is not None and self.min_lr is not None and not 0 <= self.min_lr <= lr:
@@ -88,7 +96,7 @@ class LearningRateOptions:
         warmup = min(max(int(DEFAULT_WARMUP_FRACTION * decay), min(10, decay // 3)), MAX_DEFAULT_WARMUP)
         filled = replace(
             self,
-            lr=self.LR_TIMES_HIDDEN / hidden_size if self.lr is None else self.lr,
+            lr=self.default_lr(hidden_size) if self.lr is None else self.lr,
             warmup_steps=warmup if self.warmup_steps is None else self.warmup_steps,
         )
         assert filled.lr is not None
@@ -106,6 +114,7 @@ class FinetuneLearningRateOptions(LearningRateOptions):
     """Learning rate after the warm-up."""
 
     LR_TIMES_HIDDEN: ClassVar[float] = FINETUNE_LR_TIMES_HIDDEN
+    MAX_LR: ClassVar[float] = math.inf
 
 
 def learning_rate(step: int, options: LearningRateOptions) -> float:
