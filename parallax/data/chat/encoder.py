@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from parallax.data.chat.encoded import ChatEncoder
 from parallax.data.chat.hugging_face import load_hugging_face
 from parallax.data.chat.templates import DEFAULT_TEMPLATE, MARKUPS, OwnTemplate, jinja_of
-from parallax.data.tokenizer_source import find_tokenizer
+from parallax.data.tokenizer_source import TokenizerSource, find_tokenizer
 from parallax.data.tokenizers import Tokenizer, load_tokenizer
 from parallax.errors import ConfigError
 
@@ -51,8 +52,8 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
     """
     if problems := check_template(tokenizer, template):
         raise ConfigError(problems)
-    source = find_tokenizer(tokenizer)
-    opened = load_tokenizer(tokenizer)
+    source = _without_transformers(find_tokenizer(tokenizer))
+    opened = load_tokenizer(tokenizer if source.kind != "sentencepiece" else source.path)
     encoder: ChatEncoder
     if source.kind == "huggingface":
         assert source.path is not None
@@ -61,6 +62,14 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
         brought = None if template is not None or source.path is None else _template_beside(source.path, opened)
         encoder = OwnTemplate(template or brought or DEFAULT_TEMPLATE, opened)
     return opened if encoder.template is None else TokenizerWithTemplate(opened, encoder.template), encoder
+
+
+def _without_transformers(source: TokenizerSource) -> TokenizerSource:
+    """Return the sentencepiece model beside a tokenizer.json, as runs of ours save both, where there is no `transformers`."""
+    if source.kind != "huggingface" or source.path is None or find_spec("transformers") is not None:
+        return source
+    model = source.path.with_name("tokenizer.model")
+    return TokenizerSource("sentencepiece", model) if model.is_file() else source
 
 
 def _template_beside(model: Path, opened: Tokenizer) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from parallax.data.chat.encoded import ChatEncoder, spans, token_weights
 from parallax.data.chat.encoder import load_chat_encoder
 from parallax.data.chat.records import Chat, to_chat
+from parallax.data.tokenizers import load_tokenizer
 from parallax.errors import ConfigError
 from tests.data.chat import tokenizers_of_the_test as made
 
@@ -233,3 +235,19 @@ def test_a_checkpoint_of_such_a_model_goes_on_with_the_template_that_it_was_trai
     with pytest.raises(ConfigError, match=r"brings a chat template, but no tokenizer\.json to use it with"):
         load_chat_encoder(str(tmp_path / "chatml"), None)
     assert load_chat_encoder(str(tmp_path / "chatml"), "plain")[1].name == "plain"
+
+
+def test_a_run_of_ours_is_fine_tuned_without_transformers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves its sentencepiece model beside tokenizer.json, and both give the same ids."""
+    chat = to_chat({"messages": [{"role": r, "content": c} for r, c in (("user", "f(x)?"), ("assistant", "No: > \n"))]})
+    load_tokenizer(None).save(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()
+    _, with_it = load_chat_encoder(str(tmp_path), None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    _, without = load_chat_encoder(str(tmp_path), None)
+    assert type(with_it) is not type(without)
+    first, second = with_it.encode(chat), without.encode(chat)
+    assert first.input_ids == second.input_ids
+    for train_on in ("all", "last", "full"):
+        weights = [token_weights(encoded, chat, train_on, "a") for encoded in (first, second)]  # type: ignore[arg-type]
+        assert weights[0].tolist() == weights[1].tolist()
