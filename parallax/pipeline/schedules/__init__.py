@@ -75,7 +75,7 @@ ALL_SCHEDULES: dict[str, ScheduleRecord] = {
 SCHEDULES: dict[str, Callable[..., Schedule]] = {name: record.make for name, record in ALL_SCHEDULES.items()}
 
 
-MAX_CHUNKS = 1_000_000  # checking a table of so many takes a minute
+MAX_CHUNKS = 250_000  # checking a table of so many takes a minute
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Schedule:
