@@ -14,18 +14,20 @@ hold, starts equal and gets the same gradient.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import nn
 
-from parallax.collectives import all_reduce_start, broadcast_
+from parallax.collectives import all_reduce_start, broadcast_, gather_json
 from parallax.errors import ConfigError
 from parallax.mesh import Group, Mesh, Replicas
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.executor import PipelineExecutor
 from parallax.pipeline.schedules import make_schedule
+from parallax.pipeline.tables import to_csv
 from parallax.pipeline.transport import ActivationSpec
 from parallax.tensor_parallel.weight_gradients import WeightQueue, attach_queue
 
@@ -41,8 +43,8 @@ class Pipeline:
         stages to be given, since other ranks may have the others.
     spec: shape and type of what stages hand on; None: the first step finds out.
 
-    Made by all ranks together. Raises ConfigError if the schedule has no table for these sizes, or is another's, or a stage is
-    missing.
+    Made by all ranks together. Raises ConfigError if the schedule has no table for these sizes, or is another's, or differs from
+    another rank's, or a stage is missing.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Pipeline:
                 f"{schedule.name}, but stage {missing[0]} is not given"
             )
         self.mesh, self.schedule = mesh, schedule
+        self._check_alike()
         self.stages = {stage: given[stage].to(mesh.device) for stage in schedule.stages_of(mesh.pp_rank)}
         weights = WeightQueue()
         for module in self.stages.values():
@@ -142,6 +145,19 @@ class Pipeline:
             return loss / (self.schedule.num_micro_batches * self.mesh.layout.dp)
 
         return call
+
+    def _check_alike(self) -> None:
+        """Raise ConfigError, on all ranks, if they have different tables: they would wait for each other's messages in vain."""
+        table = hashlib.sha256(to_csv(self.schedule).encode()).hexdigest()
+        mine = [self.schedule.name, self.schedule.num_micro_batches, table]
+        rows = gather_json(mine, self.mesh.world if self.mesh.connected else None, self.mesh.device)
+        for rank, (name, micro_batches, other) in enumerate(rows):
+            if other != rows[0][2]:
+                raise ConfigError(
+                    f"rank 0 makes a pipeline of schedule {rows[0][0]} with {rows[0][1]} micro-batches, and rank {rank} one of "
+                    f"{name} with {micro_batches}{', another table' if rows[0][:2] == [name, micro_batches] else ''}; give all "
+                    "ranks the same"
+                )
 
     def _find_holders(self, given: Mapping[int, nn.Module]) -> dict[torch.Tensor, Group | None]:
         """Return for each parameter and buffer of this rank who holds it, dp replicas included; in one order on all of them."""

@@ -228,3 +228,21 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     assert missing.endswith("but stage 0 is not given")
     assert uneven == "inputs of 9 rows cannot be cut into 8 equal micro-batches"
     assert nothing == "pipeline rank 0 holds stage 0, so step() needs inputs there"
+
+
+def made_of_other_tables(mesh: Mesh) -> list[str]:
+    told = []
+    for schedule, micro_batches in ((("gpipe", "1f1b")[mesh.rank], 4), ("1f1b", 2 + 2 * mesh.rank)):
+        with pytest.raises(ConfigError) as caught:
+            Pipeline(make_stages(2), mesh, schedule, num_micro_batches=micro_batches)
+        told += caught.value.problems
+    return told
+
+
+def test_ranks_with_different_tables_are_told_so() -> None:
+    first, second = run_layout(Layout(pp=2), made_of_other_tables)
+    expected = [
+        f"rank 0 makes a pipeline of schedule {name} with {count} micro-batches, and rank 1 one of 1f1b with 4; give all ranks the same"
+        for name, count in (("gpipe", 4), ("1f1b", 2))
+    ]
+    assert first == second == expected
