@@ -242,7 +242,8 @@ def made_of_other_tables(mesh: Mesh) -> list[str]:
 def test_ranks_with_different_tables_are_told_so() -> None:
     first, second = run_layout(Layout(pp=2), made_of_other_tables)
     expected = [
-        f"rank 0 makes a pipeline of schedule {name} with {count} micro-batches, and rank 1 one of 1f1b with 4; give all ranks the same"
+        f"rank 0 makes a pipeline of schedule {name} with {count} micro-batches, and rank 1 one of 1f1b with 4; "
+        "give all ranks the same"
         for name, count in (("gpipe", 4), ("1f1b", 2))
     ]
     assert first == second == expected
