@@ -145,7 +145,11 @@ class _Loop:
             self.watch.pause(time.perf_counter() - started)
             if self.stop is not None and (evaluates or not last):
                 run.saves.finish()
-                done = f"step {state.step} of {run.steps} is saved; the same command goes on from there"
+                done = (
+                    f"all {run.steps} steps are done and saved, without the last evaluation"
+                    if last
+                    else f"step {state.step} of {run.steps} is saved; the same command goes on from there"
+                )
                 self._end(f"{self.stop.reason}: {done}", self.stop.status)
         run.saves.finish()
         assert saved == state.step, (saved, state)
