@@ -167,9 +167,8 @@ class _Store:
             self.words[start : start + _SPEC_WORDS]
             for start in range(specs, specs + self.count * _SPEC_WORDS, _SPEC_WORDS)
         ]
-        with torch.inference_mode(False):  # what is made here is written to outside of that mode too
+        with torch.inference_mode(False):
             self._data = torch.frombuffer(memory, dtype=torch.uint8, offset=_head_bytes(self.count))
-        self._views: dict[tuple[int, bytes], torch.Tensor] = {}
 
     def find(self, tag: int) -> int | None:
         """Return the first slot with this tag."""
@@ -189,17 +188,12 @@ class _Store:
         return self._view(slot, self._specs[slot].tobytes()).clone()
 
     def _view(self, slot: int, spec: bytes) -> torch.Tensor:
-        view = self._views.get((slot, spec))
-        if view is None:
-            if len(self._views) > 4 * self.count:
-                self._views.clear()
-            dtype, dims, *sizes = struct.unpack(f"{_SPEC_WORDS}Q", spec)
-            shape = torch.Size(sizes[:dims])
-            start = slot * self.slot_bytes
-            with torch.inference_mode(False):
-                flat = self._data[start : start + shape.numel() * DTYPES[dtype].itemsize]
-                view = self._views[slot, spec] = flat.view(DTYPES[dtype]).view(shape)
-        return view
+        dtype, dims, *sizes = struct.unpack(f"{_SPEC_WORDS}Q", spec)
+        shape = torch.Size(sizes[:dims])
+        start = slot * self.slot_bytes
+        with torch.inference_mode(False):  # it may be written to in that mode and outside of it
+            flat = self._data[start : start + shape.numel() * DTYPES[dtype].itemsize]
+            return flat.view(DTYPES[dtype]).view(shape)
 
     @classmethod
     def make(cls, name: str, count: int, slot_bytes: int) -> _Store:

@@ -252,7 +252,7 @@ def test_only_differences_that_change_the_losses_matter() -> None:
         *("tp", "pp", "zero", "log_every", "micro_batch", "recompute", "out", "schedule")
     }
     assert changes_that_matter(before, harmless.to_dict()) == []
-    for words in ("--lr 1e-3", "--seed 1", "--global-batch 32", "--seq-len 64", "--precision bf16", "--weight-decay 0"):
+    for words in ("--lr 2e-3", "--seed 1", "--global-batch 32", "--seq-len 64", "--precision bf16", "--weight-decay 0"):
         assert changes_that_matter(before, config_of(f"--tp 2 {words}", 4).to_dict())
     assert changes_that_matter(before, config_of("--tp 2 --layers 9", 4).to_dict()) == [
         "num-hidden-layers was 8 and is now 9"
@@ -370,7 +370,7 @@ def test_the_table_shows_what_was_resolved() -> None:
         "hidden 512",
         "ffn 1376",
         "steps 100",
-        "min-lr 0.0001953125",
+        "min-lr 0.0001",
         "out runs/tiny",
     ):
         assert words in shown

@@ -207,7 +207,7 @@ def test_each_mistake_is_one_sentence_and_status_2(
 
 def test_a_build_that_is_killed_leaves_what_was_there_and_no_process(tmp_path: Path) -> None:
     assert built(tmp_path, jsonl(tmp_path / "a.jsonl", ["before"])) == ["before"]
-    big = jsonl(tmp_path / "b.jsonl", [f"number {i} " * 50 for i in range(30_000)])
+    big = jsonl(tmp_path / "b.jsonl", [f"number {i} " * 50 for i in range(120_000)])
     command = [sys.executable, "-m", "parallax.cli.main", "data", "build", str(big), "--out", str(tmp_path / "out")]
     for deed in (signal.SIGKILL, signal.SIGINT):
         child = subprocess.Popen(
@@ -239,7 +239,7 @@ def _workers(pid: int) -> list[int]:
 
 
 def test_a_worker_that_is_killed_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
-    big = jsonl(tmp_path / "b.jsonl", [f"number {i} " * 50 for i in range(30_000)])
+    big = jsonl(tmp_path / "b.jsonl", [f"number {i} " * 50 for i in range(120_000)])
     killed = False
 
     def kill_one(done: int, total: int, tokens: int) -> None:

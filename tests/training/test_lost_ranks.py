@@ -76,7 +76,7 @@ def test_a_process_that_is_stopped_ends_the_others(options: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ("--lr 0.5", "rank 1 has --lr 0.5, rank 0 has 0.03125"),
+        ("--lr 0.5", "rank 1 has --lr 0.5, rank 0 has 0.001"),
         ("--tp 2", "rank 1 has --tp 2, rank 0 has 1"),
         ("--seed 3", "rank 1 has --seed 3, rank 0 has 0"),
     ],

@@ -109,7 +109,7 @@ def test_a_changed_run_is_refused_with_what_changed(folder: Path) -> None:
     ]
     ((none, changed, harmless),) = run_layout(Layout(), run, commands, str(folder))
     assert none == harmless == []
-    assert any("lr was 0.03125 and is now 0.5" in problem for problem in changed)
+    assert any("lr was 0.001 and is now 0.5" in problem for problem in changed)
     assert any("seed was 0 and is now 9" in problem for problem in changed)
     (folder / "text.txt").write_text(
         "another text altogether, and long enough to cut into samples of sixteen bytes. " * 30
