@@ -211,7 +211,12 @@ def test_a_build_that_is_killed_leaves_what_was_there_and_no_process(tmp_path: P
     command = [sys.executable, "-m", "parallax.cli.main", "data", "build", str(big), "--out", str(tmp_path / "out")]
     for deed in (signal.SIGKILL, signal.SIGINT):
         child = subprocess.Popen(
-            [*command, "--workers", "2"], stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            [*command, "--workers", "2"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            # A shell ignores it for what it runs in the background, and so would the child.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         partial = tmp_path / "out.bin.partial"
         deadline = time.monotonic() + 60
