@@ -32,7 +32,7 @@ CACHE_VARIABLE = "PARALLAX_CACHE"
 WAIT_SECONDS = 2 * 3600
 POLL_SECONDS = 0.05
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def cache_folder() -> Path:
