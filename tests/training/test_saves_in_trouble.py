@@ -71,7 +71,8 @@ def _full_disk(rank: int, failing: int) -> None:
 @pytest.mark.parametrize("option", ["", "--sync-save"], ids=["background", "sync"])
 def test_a_full_disk_ends_the_run_with_one_sentence_and_nothing_is_left(option: str, tmp_path: Path) -> None:
     command = f"{ALWAYS} --out {tmp_path}/run --steps 6 --save-every 2 {option}"
-    with Job(1, f"{ALWAYS} --out {tmp_path}/first --steps 1", tmp_path) as job:  # the tokens are in the cache from now on
+    # From here on the tokens are in the cache.
+    with Job(1, f"{ALWAYS} --out {tmp_path}/first --steps 1", tmp_path) as job:
         assert job.wait() == [0]
     with Job(2, command, tmp_path, partial(_full_disk, failing=1)) as job:
         job.processes[0].join(60)
