@@ -1,6 +1,8 @@
 """A run from its configuration to its last step: data, mesh, where to start, model and optimizer, the loop.
 
-run(parse_pretrain(words), prepare, train)           what pretrain.py and finetune_sft.py do, each with its own two functions
+    run(parse_pretrain(words), prepare, train)
+
+is what pretrain.py and finetune_sft.py do, each with two functions of its own.
 """
 
 from __future__ import annotations

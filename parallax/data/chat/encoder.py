@@ -65,11 +65,16 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
 
 
 def _without_transformers(source: TokenizerSource) -> TokenizerSource:
-    """Return the sentencepiece model beside a tokenizer.json, as runs of ours save both, where there is no `transformers`."""
+    """Return the sentencepiece model beside a tokenizer.json that was made of it by us, where there is no `transformers`.
+
+    Another's tokenizer.json may have more tokens than the model, so that goes on to ask for transformers.
+    """
     if source.kind != "huggingface" or source.path is None or find_spec("transformers") is not None:
         return source
     model = source.path.with_name("tokenizer.model")
-    return TokenizerSource("sentencepiece", model) if model.is_file() else source
+    if not model.is_file() or load_tokenizer(model).files().get("tokenizer.json") != source.path.read_bytes():
+        return source
+    return TokenizerSource("sentencepiece", model)
 
 
 def _template_beside(model: Path, opened: Tokenizer) -> str | None:

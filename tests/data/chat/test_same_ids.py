@@ -251,3 +251,7 @@ def test_a_run_of_ours_is_fine_tuned_without_transformers_too(tmp_path: Path, mo
     for train_on in ("all", "last", "full"):
         weights = [token_weights(encoded, chat, train_on, "a") for encoded in (first, second)]  # type: ignore[arg-type]
         assert weights[0].tolist() == weights[1].tolist()
+    text = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("{", "{ ", 1))  # another's, which may have other tokens
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        load_chat_encoder(str(tmp_path), None)
