@@ -58,7 +58,7 @@ def test_each_mistake_is_one_sentence(tmp_path: Path, options: dict[str, object]
     problems = check(DataOptions(**placed))  # type: ignore[arg-type]
     assert len(problems) == 1
     assert problems[0].startswith(says.format(tmp=tmp_path))
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5  # nothing is tokenized
 
 
 def test_all_mistakes_are_said_at_once(tmp_path: Path) -> None:
