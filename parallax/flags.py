@@ -127,7 +127,7 @@ def read_words(words: Sequence[str], flags: Mapping[str, Flag], dashes: str = "-
         last = flag
         shown = word.partition("=")[0] if dashes else name
         if flag is None:
-            problems.append(f"{shown} is no option{_nearest(name, [*known, *switches], dashes)}")
+            problems.append(f"{shown} is no option{nearest(name, [*known, *switches], dashes)}")
             continue
         if flag.kind is bool:
             forms = f"--{flag.name} or --no-{flag.name}" if dashes else f"{flag.name} = true or {flag.name} = false"
@@ -149,7 +149,8 @@ def _names_option(word: str) -> bool:
     return word.startswith("--") or (word.startswith("-") and word[1:2].isalpha())
 
 
-def _nearest(name: str, names: Iterable[str], dashes: str) -> str:
+def nearest(name: str, names: Iterable[str], dashes: str) -> str:
+    """Return the end of a sentence that says which of `names` was probably meant."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"; the nearest is {dashes}{close[0]}" if close else "; --help lists all options"
 

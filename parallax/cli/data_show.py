@@ -95,11 +95,14 @@ def _show(words: argparse.Namespace) -> int:
             print(f"{sample.file}, line {sample.line}: {len(sample.input_ids):,} tokens, {learned:,} learned")
             print("".join(_marked(encoder.pieces(sample.input_ids), found, coloured)).rstrip("\n") + "\n")
     if not num_chats and words.limit != 0:
-        reason = f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "."
-        raise ConfigError(f"{' '.join(words.paths)} holds no chat that can be used{reason}")
+        reason = (
+            f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "; give one with chats."
+        )
+        raise ConfigError(f"{' '.join(words.paths)} holds no chat{' that can be used' if bad else ''}{reason}")
     share = f" ({num_learned / num_tokens:.1%})" if num_tokens else ""
     if not words.json:
-        print(f"{num_chats:,} chats, {num_tokens:,} tokens, {num_learned:,} learned{share}; template {encoder.name}")
+        noun = "chat" if num_chats == 1 else "chats"
+        print(f"{num_chats:,} {noun}, {num_tokens:,} tokens, {num_learned:,} learned{share}; template {encoder.name}")
     for sample in bad[:10]:
         print(f"left out: {sample.problem}", file=sys.stderr)
     if len(bad) > 10:

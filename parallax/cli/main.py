@@ -15,16 +15,26 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from parallax.cli import checkpoint, data, generate, schedule
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, exit_with_problems
+from parallax.flags import nearest
 
 PROGRAM = "parallax"
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that says what is wrong in one sentence, without the usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what this command does not know, since its own options are the ones that may have been meant."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown and unknown[0].startswith("-"):
+            name = unknown[0].partition("=")[0]
+            known = [option.lstrip("-") for option in self._option_string_actions]
+            raise ConfigError(f"{name} is no option of {self.prog}{nearest(name.lstrip('-'), known, '--')}")
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -46,7 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> NoReturn:
     """Run the command that `words` (by default the command line) gives, and exit with its status."""
     try:
-        options = make_parser().parse_args(words)
+        words = sys.argv[1:] if words is None else words
+        options = make_parser().parse_args(words or ["--help"])
         status = options.run(options)
         sys.stdout.flush()
     except ConfigError as error:

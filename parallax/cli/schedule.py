@@ -173,9 +173,9 @@ def _show(options: argparse.Namespace) -> int:
         charts = [chart_of(schedule, played)]
         if choice is not None:
             print(f"auto chose {choice.why}", file=sys.stderr if files else sys.stdout)
-    _draw(charts, files)
     if "csv" in files:
         _write(files["csv"], to_csv(schedule))
+    _draw(charts, files)
     for path in files.values():
         print(path)
     return 0
@@ -210,16 +210,16 @@ def _recorded(options: argparse.Namespace, files: dict[str, Path]) -> tuple[Sche
 
 
 def _draw(charts: list[Chart], files: dict[str, Path]) -> None:
-    if "png" in files or "svg" in files:
+    if "html" in files:
+        from parallax.pipeline.draw.page import to_html
+
+        _write(files["html"], to_html(charts))
+    if "png" in files or "svg" in files:  # last, since they need matplotlib
         from parallax.pipeline.draw.figure import save_figure
 
         for kind in ("png", "svg"):
             if kind in files:
                 save_figure(charts, files[kind], kind)
-    if "html" in files:
-        from parallax.pipeline.draw.page import to_html
-
-        _write(files["html"], to_html(charts))
     if not files:
         from rich.console import Console
 

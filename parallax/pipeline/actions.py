@@ -186,7 +186,7 @@ class Schedule:
 
     def local_need_of(self, action: Action) -> Action | None:
         """Return the action on the same stage that has to be over before `action`; None for F."""
-        return {"F": None, "B": action.at("F"), "I": action.at("F"), "W": action.at("I")}[action.kind]
+        return None if action.kind == "F" else action.at("I" if action.kind == "W" else "F")
 
     def last_backwards(self, rank: int) -> dict[Action, int]:
         """Return the last run of autograd backward through each stage of `rank`, a B or an I: {action: stage}."""

@@ -129,6 +129,8 @@ class Pipeline:
                     f"pipeline rank {self.mesh.pp_rank} holds stage {stage}, so step() needs {what} there"
                 )
             return ()
+        if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+            raise ConfigError(f"step() takes {what} as a tensor [batch, ...], not {tensor!r}")
         if not len(tensor) or len(tensor) % count:
             raise ConfigError(f"{what} of {len(tensor)} rows cannot be cut into {count} equal micro-batches")
         return tensor.to(self.mesh.device).chunk(count)

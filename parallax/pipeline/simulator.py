@@ -56,17 +56,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None, memory: Memory | No
     position = [0] * schedule.num_ranks
     free_at = [0.0] * schedule.num_ranks
     asleep: dict[Action, list[int]] = {}  # what ranks wait for -> those ranks
+    unmet: list[list[Action]] = [[] for _ in position]  # what the entries need that ranks are asleep at
     awake = list(range(schedule.num_ranks))
     while awake:
         rank = awake.pop()
         row = schedule.order[rank]
         while position[rank] < len(row):
             entry = row[position[rank]]
-            needs = [need for action in entry.parts for need in _needs(schedule, action)]
+            needs = unmet[rank] or [need for action in entry.parts for need in _needs(schedule, action)]
             missing = next((need for need in needs if need not in ends), None)
             if missing is not None:
                 asleep.setdefault(missing, []).append(rank)
+                unmet[rank] = needs
                 break
+            unmet[rank] = []
             there = (ends[need] if schedule.rank_of(need) == rank else arrivals[need] for need in needs)
             start = max([free_at[rank], *there])
             end = free_at[rank] = start + costs.of(entry)

@@ -29,7 +29,7 @@ MAX_DEFAULT_LR = 1e-3
 # A tenth of it to fine-tune, so that what the weights know is not lost: 2.4e-5 for the width of Llama 2 7B, 6.1e-6 for Llama 3
 # 405B; they were fine-tuned with 2e-5 (Touvron et al. 2023, arXiv:2307.09288, section 3.1) and 1e-5 (Llama Team, section 4.1.3).
 FINETUNE_LR_TIMES_HIDDEN = 0.1
-DEFAULT_MIN_LR_FRACTION = 0.1  # Hoffmann et al. 2022, arXiv:2203.15556; Brown et al. 2020
+DEFAULT_LR_OVER_MIN_LR = 10  # Hoffmann et al. 2022, arXiv:2203.15556; Brown et al. 2020
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LearningRateOptions:
         assert filled.lr is not None
         if self.lr_schedule == "constant":
             return filled
-        min_lr = DEFAULT_MIN_LR_FRACTION * filled.lr if self.min_lr is None else self.min_lr
+        min_lr = filled.lr / DEFAULT_LR_OVER_MIN_LR if self.min_lr is None else self.min_lr
         return replace(filled, min_lr=min_lr, lr_decay_steps=decay)
 
 

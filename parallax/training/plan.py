@@ -101,6 +101,8 @@ class PlannedRun(Protocol):
     @property
     def schedule(self) -> Schedule: ...
     @property
+    def why_schedule(self) -> str | None: ...
+    @property
     def training(self) -> TrainingOptions: ...
     @property
     def optimizer(self) -> OptimizerOptions: ...
@@ -238,6 +240,8 @@ def print_plan(run: PlannedRun) -> None:
     unit, scale = ("GiB", 2**30) if max(rank.memory.total for rank in plan.ranks) >= 2**31 else ("MiB", 2**20)
     for line in _summary(plan, unit, scale):
         console.print(line)
+    if run.why_schedule is not None:
+        console.print(f"schedule: {run.why_schedule}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = "stages layers ranks parameters in_flight weights gradients optimizer activations working total tp pp dp".split()
     for name in names:

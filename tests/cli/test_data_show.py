@@ -113,7 +113,7 @@ def test_a_bad_chat_is_one_sentence_or_left_out_and_told(chats: str, capsys: pyt
 def test_no_chat_at_all_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl holds no chat that can be used\.$"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl holds no chat; give one with chats\.$"):
         show(str(path), "--tokenizer", "bytes")
     path.write_text("[]\n")
     with pytest.raises(ConfigError, match=r"1 are left out, the first because: .*line 1: found a list"):

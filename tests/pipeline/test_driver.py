@@ -213,6 +213,8 @@ def refusals(mesh: Mesh) -> list[str]:
         lambda: Pipeline(make_stages(1), mesh, forward_only(1, 8), 8),
         lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step(torch.ones(9, WIDTH), None, nn.functional.mse_loss),
         lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step(None, None, nn.functional.mse_loss),
+        lambda: Pipeline(make_stages(1), mesh, "1f1b", 8).step([1, 2], None, nn.functional.mse_loss),  # type: ignore[arg-type]
+        lambda: Pipeline(make_stages(1), mesh, "1f1b", 2.5),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError) as caught:
             attempt()
@@ -221,13 +223,15 @@ def refusals(mesh: Mesh) -> list[str]:
 
 
 def test_what_does_not_fit_is_one_sentence() -> None:
-    ((odd, missing, other, forwards, uneven, nothing),) = run_layout(Layout(), refusals)
+    ((odd, missing, other, forwards, uneven, nothing, no_tensor, half),) = run_layout(Layout(), refusals)
     assert other == "schedule 1f1b is for 4 micro-batches; a table with backwards for 8 is needed"
     assert forwards.endswith("is for 8 micro-batches without backwards; a table with backwards for 8 is needed")
     assert odd == "schedule dualpipe needs an even number of ranks (--pp), not 1; use 2, or dualpipev"
     assert missing.endswith("but stage 0 is not given")
     assert uneven == "inputs of 9 rows cannot be cut into 8 equal micro-batches"
     assert nothing == "pipeline rank 0 holds stage 0, so step() needs inputs there"
+    assert no_tensor == "step() takes inputs as a tensor [batch, ...], not [1, 2]"
+    assert half == "schedule 1f1b takes a whole number of micro-batches, not 2.5"
 
 
 def made_of_other_tables(mesh: Mesh) -> list[str]:

@@ -166,3 +166,9 @@ def test_the_plan_is_printed_whole_by_one_rank(
     monkeypatch.setenv("RANK", "1")
     print_plan(config)
     assert capsys.readouterr().out == ""
+
+
+def test_the_plan_says_why_auto_chose_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("--world-size 4 --pp 4 --schedule auto --model tiny")
+    print_plan(config)
+    assert f"schedule: {config.why_schedule}" in capsys.readouterr().out

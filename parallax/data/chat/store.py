@@ -146,8 +146,10 @@ def _write(folder: Path, samples: Iterable[Sample], source: str, skip_bad: bool,
             labels.append(int((sample.weights[1:] > 0).sum()))  # the first token is predicted from nothing
             has_weights |= not np.isin(sample.weights, (0, 1)).all()
     if not lines:
-        reason = f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "."
-        raise ConfigError(f"{source} holds no chat that can be used{reason}")
+        reason = (
+            f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "; give one with chats."
+        )
+        raise ConfigError(f"{source} holds no chat{' that can be used' if bad else ''}{reason}")
     for name, column in (("starts", starts), ("lines", lines), ("labels", labels)):
         np.save(folder / f"{name}.npy", np.frombuffer(column, dtype=np.int64).astype("<i8"), allow_pickle=False)
     record = {

@@ -88,6 +88,9 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks:
         near = get_close_matches(name, ALL_SCHEDULES, 1)
         hint = f"; the nearest is {near[0]}" if near else ""
         raise ConfigError(f"schedule {name} is unknown; use {', '.join(ALL_SCHEDULES)}{hint}")
+    for what, number in (("ranks", num_ranks), ("micro-batches", num_micro_batches), ("chunks", num_chunks)):
+        if number is not None and not isinstance(number, int):
+            raise ConfigError(f"schedule {name} takes a whole number of {what}, not {number!r}")
     if num_ranks * num_micro_batches * (num_chunks or 1) > MAX_CHUNKS:
         raise ConfigError(
             f"schedule {name} of {num_ranks} ranks and {num_micro_batches} micro-batches is a table of more than {MAX_CHUNKS:,} "

@@ -107,7 +107,7 @@ def test_a_bad_chat_is_an_error_with_its_line_or_left_out_and_counted(tmp_path: 
     ):
         prepare(str(path), skip_bad=True)
     path.write_text("\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl holds no chat that can be used\."):
+    with pytest.raises(ConfigError, match=r"a\.jsonl holds no chat; give one with chats\."):
         prepare(str(path))
 
 
