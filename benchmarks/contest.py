@@ -11,12 +11,13 @@ import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from benchmarks.pipeline.links import NAMESPACE, enter, namespaces
 from parallax.mesh import Layout, Mesh
 
 if TYPE_CHECKING:
@@ -178,25 +179,35 @@ def _rank_main(
     pipe: Any, environment: dict[str, str], comparison: Comparison, work: Callable[[Mesh], Returned]
 ) -> None:
     os.environ.update(environment)
+    links_are_limited = NAMESPACE in environment
+    if links_are_limited:
+        enter(environment[NAMESPACE])  # while there is one thread: those that come later are where it is
     import torch
 
     from parallax.mesh import connect
 
     torch.set_num_threads(comparison.threads)
-    with connect(comparison.layout) as mesh:
+    with connect(comparison.layout, shared_memory=not links_are_limited) as mesh:
         result = work(mesh)
     if mesh.rank == 0:
         pipe.send(result)
 
 
-def run_comparison(comparison: Comparison, task: Task, rounds: int) -> Result:
-    """Compare the contestants in processes of their own; return what rank 0 measured."""
-    return run_world(comparison, partial(compete, task=task, names=comparison.contestants, rounds=rounds))
+def run_comparison(comparison: Comparison, task: Task, rounds: int, bits_per_second: float | None = None) -> Result:
+    """Compare the contestants in processes of their own, as `run_world` does; return what rank 0 measured."""
+    work = partial(compete, task=task, names=comparison.contestants, rounds=rounds)
+    if bits_per_second is None:
+        return run_world(comparison, work)
+    with namespaces(comparison.layout.world_size, bits_per_second) as places:
+        return run_world(comparison, work, [place | {"MASTER_PORT": "29500"} for _, place in places])
 
 
-def run_world(comparison: Comparison, work: Callable[[Mesh], Returned]) -> Returned:
+def run_world(
+    comparison: Comparison, work: Callable[[Mesh], Returned], places: Sequence[Mapping[str, str]] = ()
+) -> Returned:
     """Start the processes of a comparison, as torchrun would, and return what rank 0 returns of the work that each does.
 
+    places: for each rank what to add to its environment, to be in a network namespace of its own.
     Raises RuntimeError if a process fails; its traceback is on stderr.
     """
     import torch.distributed as dist
@@ -204,6 +215,7 @@ def run_world(comparison: Comparison, work: Callable[[Mesh], Returned]) -> Retur
     world_size = comparison.layout.world_size
     # Held by this process and shared by the ranks, so that no port has to be guessed.
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    here_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     processes = []
@@ -213,9 +225,7 @@ def run_world(comparison: Comparison, work: Callable[[Mesh], Returned]) -> Retur
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **(places[rank] if places else here_all),
         }
         processes.append(context.Process(target=_rank_main, args=(there, environment, comparison, work)))
         processes[-1].start()

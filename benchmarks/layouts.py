@@ -2,6 +2,7 @@
 
     python benchmarks/layouts.py                                  all layouts, a few minutes on two cores
     python benchmarks/layouts.py --only tp2,pp2 --rounds 20
+    python benchmarks/layouts.py --only dp2,dp4 --gbit 1          each rank behind a link of its own of 1 Gbit/s (Linux, root)
     python benchmarks/layouts.py --json layouts.json              the figures, with the machine and the date
 
     one       one process, 2 threads       a plain PyTorch loop; Megatron Core
@@ -54,7 +55,7 @@ def main() -> None:
         for contestant in COMPARISONS[name].missing():
             say(f"  {contestant}: not installed (pip install {contestant})")
         started = time.perf_counter()
-        results[name] = run_comparison(comparison, task, options.rounds)
+        results[name] = run_comparison(comparison, task, options.rounds, options.gbit and options.gbit * 1e9)
         say(f"  peak of matrix products: {results[name].peak_flops / 1e9:,.0f} GFLOP/s")
         if options.memory:
             memory[name] = peak_memory(comparison, task)
@@ -66,6 +67,7 @@ def main() -> None:
         record = {
             "machine": machine,
             "rounds": options.rounds,
+            "gbit": options.gbit,
             "layouts": figures(results, task),
             "memory_bytes": memory,
         }
@@ -79,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--memory", action="store_true", help="measure the memory too, for ten seconds of each contestant"
     )
+    parser.add_argument("--gbit", type=float, help="rate of each rank's link, in a network namespace of its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     options.only = options.only.split(",")

@@ -8,12 +8,15 @@ Nothing outside the namespaces is touched: the bridge has a namespace of its own
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NAMESPACE = "BENCHMARK_NAMESPACE"  # in a rank's environment: the namespace that is its own
+_CLONE_NEWNET = 0x40000000
 _BURST = 16 * 1024  # bytes that may leave at once
 
 
@@ -48,12 +51,23 @@ def namespaces(count: int, bits_per_second: float | None) -> Iterator[list[tuple
                     rate = ("rate", f"{bits_per_second:.0f}bit", "burst", str(_BURST), "latency", "2000ms")
                     _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *rate)
         yield [
-            (["ip", "netns", "exec", name], {"MASTER_ADDR": "10.83.0.1", "GLOO_SOCKET_IFNAME": "veth0"})
+            (
+                ["ip", "netns", "exec", name],
+                {"MASTER_ADDR": "10.83.0.1", "GLOO_SOCKET_IFNAME": "veth0", NAMESPACE: name},
+            )
             for name in names
         ]
     finally:
         for name in (*names, hub):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def enter(name: str) -> None:
+    """Move this thread, and those that it starts from now on, to a namespace; what `ip netns exec` does for a command."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"namespace {name} cannot be entered")
 
 
 def _run(*words: str) -> None:
