@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,9 +17,9 @@ from parallax.training.stages import stage_ranges
 
 
 class Parallax:
-    """zero: the ZeRO stage; None for the default. schedule: of the pipeline."""
+    """schedule: of the pipeline. choices: options of the optimizer that are not the defaults."""
 
-    def __init__(self, mesh: Mesh, task: Task, zero: int | None = None, schedule: str = "1f1b") -> None:
+    def __init__(self, mesh: Mesh, task: Task, *, schedule: str = "1f1b", **choices: Any) -> None:
         training = TrainingOptions(
             seq_len=task.seq_len, micro_batch=task.micro_batch, global_batch=task.global_batch, seed=task.seed
         )
@@ -31,7 +32,7 @@ class Parallax:
             stage_ranges(task.model, table.num_stages, None, task.seq_len, pp),
             table,
             training.resolved(),
-            task.optimizer if zero is None else replace(task.optimizer, zero=zero),
+            replace(task.optimizer, **choices),
             NextToken(task.model.vocab_size, mesh.tp),
         )
 

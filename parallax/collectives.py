@@ -203,8 +203,7 @@ def reduce_scatter_start(tensor: torch.Tensor, group: Group, dim: int) -> tuple[
         shared.reduce_scatter(parts, part)
         call.over()
         return part, DONE
-    work = _reduce_scatter_flat(part.view(-1), parts.view(-1), group=_process_group(group), async_op=True)
-    return part, _Waiting(work, call)
+    return part, _summing_part(parts.view(-1), part.view(-1), group, call)
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group | None, dim: int = 0) -> torch.Tensor:
@@ -235,28 +234,35 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
     if group is None:
         return DONE
     part = whole.view(group.size, -1)[group.rank]
+    call = _Call("reduce_scatter", group, whole)
     if (shared := _shared_memory(group, whole)) is not None:
-        call = _Call("reduce_scatter", group, whole)
         shared.reduce_scatter(whole, part)
         call.over()
         return DONE
-    if not whole.is_cuda:
-        # gloo's own reduce_scatter is an all_reduce of a copy, of which a part is copied out when it is waited for; its
-        # handle does not tell before that whether it is done.
-        return all_reduce_start(whole, group)
-    call = _Call("reduce_scatter", group, whole)
-    return _Waiting(_reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True), call)
+    return _summing_part(whole, part, group, call)
+
+
+def _summing_part(whole: torch.Tensor, part: torch.Tensor, group: Group, call: _Call) -> Pending:
+    """Begin the reduce_scatter of flat `whole` into `part`, over the network."""
+    if whole.is_cuda:
+        return _Waiting(_reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True), call)
+    # gloo's own reduce_scatter is an all_reduce of a copy, so it sends twice as much as needs to be sent.
+    return _sum_rows(whole, part, group, call)
 
 
 class _SumRows:
-    """Rows that arrive, to be added in fp32 in the order of the ranks."""
+    """Rows that arrive, to be added in the order of the ranks, 16-bit ones in fp32."""
 
     def __init__(self, work: Any, rows: torch.Tensor, part: torch.Tensor) -> None:
         self.work, self.rows, self.part = work, rows, part
 
+    def is_completed(self) -> bool:
+        """Return whether all rows are here."""
+        return self.work.is_completed()
+
     def wait(self) -> None:
         self.work.wait()
-        total = self.rows[0].float()
+        total = self.rows[0] if self.rows.dtype.itemsize >= 4 else self.rows[0].float()
         for row in self.rows[1:]:
             total.add_(row)
         self.part.copy_(total)
@@ -272,6 +278,10 @@ def all_to_all_sum_start(whole: torch.Tensor, part: torch.Tensor, group: Group) 
         shared.reduce_scatter(whole, part)
         call.over()
         return DONE
+    return _sum_rows(whole, part, group, call)
+
+
+def _sum_rows(whole: torch.Tensor, part: torch.Tensor, group: Group, call: _Call) -> Pending:
     rows = torch.empty_like(whole).view(group.size, -1)
     work = dist.all_to_all_single(rows.view(-1), whole, group=_process_group(group), async_op=True)
     return _SumRows(_Waiting(work, call), rows, part)

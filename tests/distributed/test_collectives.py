@@ -1,5 +1,10 @@
 """The collectives against what one process computes."""
 
+import os
+import socket
+import struct
+
+import pytest
 import torch
 
 from parallax import collectives
@@ -75,3 +80,48 @@ def test_every_kind_of_holders_sums_over_exactly_its_ranks() -> None:
     for rank, sums in enumerate(run_layout(layout, _holders)):
         for kind, total in sums.items():
             assert total == sum(kind.ranks(layout, rank)), (rank, kind)
+
+
+def _received() -> int:
+    """Return how many bytes have come in over this process's TCP connections: tcpi_bytes_received of TCP_INFO (man 7 tcp)."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                total += struct.unpack_from("=Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128)[
+                    0
+                ]
+        except (OSError, struct.error):  # a file, or a socket of another kind
+            pass
+    return total
+
+
+def _bytes_over_gloo(mesh: Mesh) -> dict[str, float]:
+    """Bytes received in each collective of 4 MiB, as a share of these."""
+    mesh = Mesh(mesh.layout, mesh.rank, mesh.device, connected=True, shared_memory=False)
+    assert mesh.world is not None
+    group, whole = mesh.world, torch.ones(2**20)
+    rows = whole.view(group.size, -1)
+    shares = {}
+    for name, call in {
+        "all_reduce": lambda: collectives.all_reduce_(whole, group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(rows, group),
+        "reduce_scatter in place": lambda: collectives.reduce_scatter_into_start(whole, group).wait(),
+        "all_gather": lambda: collectives.all_gather(rows[group.rank], group),
+        "all_gather in place": lambda: collectives.all_gather_into_start(whole, group).wait(),
+    }.items():
+        collectives.barrier(group)
+        before = _received()
+        call()
+        collectives.barrier(group)
+        shares[name] = (_received() - before) / 2**22
+    return shares
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="counts bytes as Linux tells them")
+def test_over_gloo_no_more_is_sent_than_the_formulas_say() -> None:
+    for ranks in (2, 4):
+        part = (ranks - 1) / ranks
+        for shares in run_ranks(ranks, _bytes_over_gloo):
+            for name, share in shares.items():
+                assert share == pytest.approx(2 * part if name == "all_reduce" else part, rel=0.01), (ranks, name)
