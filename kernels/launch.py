@@ -13,7 +13,7 @@ try:
     import triton.language as tl
 except ModuleNotFoundError as error:
     raise ImportError(
-        "Parallax's GPU kernels need triton, which is not installed; install it with: pip install 'parallax-lm[gpu]'"
+        "Parallax's GPU kernels need triton, which is not installed; install it with: pip install triton"
     ) from error
 
 __all__ = ["FLOATING", "OPTIONS", "check", "multiprocessors", "on_device_of", "tl", "triton"]

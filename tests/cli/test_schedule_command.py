@@ -163,7 +163,7 @@ def test_pictures_need_matplotlib_and_say_so(
     files = f"--png {tmp_path / 'x.png'} --csv {tmp_path / 'x.csv'}"
     status, _, err = run(capsys, f"schedule show gpipe --stages 2 --micro-batches 2 {files}")
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]  # what can be written is
-    assert status == 2 and "matplotlib is not installed; pip install 'parallax-lm[plot]', or use --html" in err
+    assert status == 2 and "matplotlib is not installed; pip install matplotlib, or use --html" in err
 
 
 def test_pictures_are_drawn_by_matplotlib(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from parallax.precision.recipe import Recipe
 from tests.distributed.training import SMALL, Case, train
 from tests.kernels.cases import random
 
-pytest.importorskip("triton", reason="needs triton: pip install 'parallax-lm[gpu]'")
+pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 from parallax.kernels.adamw import kernel as adamw
 from parallax.kernels.adamw import reference as adamw_reference

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="needs triton: pip install 'parallax-lm[gpu]'")
+triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("TRITON_INTERPRET is set, so triton does not compile", allow_module_level=True)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="needs triton: pip install 'parallax-lm[gpu]'")
+pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 ROOT = Path(__file__).parents[2]
 

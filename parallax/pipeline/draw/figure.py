@@ -25,7 +25,7 @@ def save_figure(charts: Sequence[Chart], path: str | Path, kind: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"{path} cannot be drawn: matplotlib is not installed; pip install 'parallax-lm[plot]', or use --html"
+            f"{path} cannot be drawn: matplotlib is not installed; pip install matplotlib, or use --html"
         ) from error
     end = max(chart.end for chart in charts)
     width = min(_MOST_WIDTH, max(_NARROWEST, 0.16 * end / min(chart.shortest for chart in charts)))

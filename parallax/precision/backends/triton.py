@@ -19,7 +19,7 @@ def why_not(recipe: Recipe, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, and this run is on {device.type}"
     if importlib.util.find_spec("triton") is None:
-        return "needs triton, which is not installed: pip install 'parallax-lm[gpu]'"
+        return "needs triton, which is not installed: pip install triton"
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         return f"needs a GPU of compute capability 9.0 or later (H100), not {capability[0]}.{capability[1]}"
