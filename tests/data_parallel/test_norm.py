@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from parallax.collectives import all_reduce_
 from parallax.data_parallel.bucket import GradientBuckets
-from parallax.data_parallel.norm import clip_coefficient, local_squared_norm
+from parallax.data_parallel.norm import clip_coefficient, local_squared_norm, squared_norm
 from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Layout, Mesh, Replicas
 from parallax.tensor_parallel.facts import ParameterFacts
@@ -74,3 +76,12 @@ def test_the_norm_of_a_large_bucket_is_right_where_an_fp32_sum_is_not() -> None:
 )
 def test_gradients_are_scaled_down_to_the_limit_and_never_up(norm: float, limit: float, factor: float) -> None:
     assert clip_coefficient(torch.tensor(norm, dtype=torch.float64), limit).item() == pytest.approx(factor)
+
+
+def test_where_slices_end_shows_in_no_bit_that_fp32_has() -> None:
+    """The sum of a million squares of random numbers is exact to float64's rounding, however it is cut."""
+    gradient = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    exact = math.fsum(value * value for value in gradient.double().tolist())
+    for pieces in (1, 2, 7):
+        total = sum(squared_norm(piece) for piece in gradient.chunk(pieces))
+        assert abs(float(total) - exact) < 1e-12 * exact
