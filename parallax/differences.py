@@ -32,9 +32,6 @@ class Difference:
     def __str__(self) -> str:
         if self.name in _FINGERPRINTS:
             return f"the {self.name} is not the same"
-        if self.name in _FOLLOWING_STEPS:
-            flag = f"--{self.name.replace('_', '-')}"
-            return f"{flag} was {_shown(self.before)} and is now {_shown(self.now)}, which follows from --steps unless given"
         return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
 
 
@@ -73,7 +70,15 @@ def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str
     other_program = [str(difference) for difference in found if difference.name == "program"]
     if other_program:
         return other_program  # then everything else differs too
-    clauses = [str(difference) for difference in found if difference.name != "data_files"]
+    said_apart = _FOLLOWING_STEPS | {"data_files"}
+    clauses = [str(difference) for difference in found if difference.name not in said_apart]
+    if following := [difference for difference in found if difference.name in _FOLLOWING_STEPS]:
+        flags = [f"--{difference.name.replace('_', '-')}" for difference in following]
+        now = " and ".join(f"{flag} {_shown(each.now)}" for flag, each in zip(flags, following, strict=True))
+        before = " ".join(f"{flag} {_shown(each.before)}" for flag, each in zip(flags, following, strict=True))
+        clauses.append(
+            f"the learning rate would take another course, with {now} (of --steps unless given); add {before}"
+        )
     for difference in found:
         if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):
             clauses = [*(clause for clause in clauses if clause != _DATA_CHANGED), *files]

@@ -149,9 +149,34 @@ def _names_option(word: str) -> bool:
     return word.startswith("--") or (word.startswith("-") and word[1:2].isalpha())
 
 
+# What other programs call an option, where the spelling would lead astray.
+_ELSEWHERE = {
+    "lr": "learning-rate",
+    "steps": "epochs num-epochs num-train-epochs max-steps num-steps iterations max-iters",
+    "save-every": "save-steps save-freq",
+    "eval-every": "eval-freq evaluation-steps",
+    "log-every": "logging-steps log-freq",
+    "out": "output-dir output output-path save-dir",
+    "global-batch": "batch-size bs train-batch-size gradient-accumulation-steps accumulation-steps",
+    "micro-batch": "per-device-train-batch-size",
+    "weight-decay": "wd",
+    "precision": "bf16 fp16 fp8 dtype amp mixed-precision",
+    "seq-len": "max-length max-seq-len max-seq-length context-length block-size",
+    "init": "model-name-or-path pretrained checkpoint load model-path",
+    "data": "dataset train-file train-data",
+    "recompute": "gradient-checkpointing activation-checkpointing",
+    "resume": "resume-from-checkpoint",
+    "lr-schedule": "scheduler lr-scheduler-type",
+}
+
+
 def nearest(name: str, names: Iterable[str], dashes: str) -> str:
     """Return the end of a sentence that says which of `names` was probably meant."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    names = list(names)
+    for ours, others in _ELSEWHERE.items():
+        if name in others.split() and ours in names:
+            return f"; here it is {dashes}{ours}"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
     return f"; the nearest is {dashes}{close[0]}" if close else "; --help lists all options"
 
 
@@ -179,8 +204,8 @@ def _is_number(text: str, kind: type) -> bool:
         return False
 
 
-def read_file(path: str, flags: Mapping[str, Flag]) -> tuple[Given, list[str]]:
-    """Return what a TOML or JSON file gives to each flag, and what is wrong with it, a sentence each.
+def read_file(path: str, flags: Mapping[str, Flag], program: str | None = None) -> tuple[Given, list[str]]:
+    """Return what a TOML or JSON file gives to each flag of `program`, and what is wrong with it, a sentence each.
 
     Keys are names of flags, with dashes or underscores. Of a JSON file that a run saved, "options" is read.
     """
@@ -194,6 +219,11 @@ def read_file(path: str, flags: Mapping[str, Flag]) -> tuple[Given, list[str]]:
     except (UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
         return {}, [f"--config {path} is no valid {'JSON' if path.endswith('.json') else 'TOML'}: {error}"]
     if path.endswith(".json"):
+        saved_by = table.get("program", program) if isinstance(table, dict) else program
+        if program is not None and saved_by != program:
+            return {}, [
+                f"--config {path} has the options of a run of {saved_by}, and this is {program}; give one of its own"
+            ]
         table = table.get("options", table) if isinstance(table, dict) else None
         if not isinstance(table, dict):
             return {}, [f"--config {path} holds no table of options"]

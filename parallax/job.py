@@ -128,7 +128,7 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
         only_run_in(config.out, mesh),
         Metrics(config.out, mesh.rank, config.steps, state.step) as metrics,
     ):
-        if mesh.rank == 0:
+        if mesh.rank == 0 and state.step < config.steps:  # a command that does nothing leaves the record as it is
             config.save()
         metrics.show(config.describe())
         metrics.say(f"data           {data.description}")
@@ -138,8 +138,10 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
             metrics.say(f"schedule       {config.why_schedule}")
         metrics.say(f"going on from  {start}" if start else f"starting from  {config.describe_start()}")
         if state.step >= config.steps:
+            decay = config.learning_rate.lr_decay_steps
+            kept = f" (and --lr-decay-steps {decay}, as before)" if decay is not None else ""
             metrics.say(
-                f"nothing to do  step {state.step} of {config.steps} is done; ask for more --steps, or another --out"
+                f"nothing to do  step {state.step} of {config.steps} is done; ask for more --steps{kept}, or another --out"
             )
         fit(
             Run(

@@ -75,7 +75,7 @@ def read_options(words: Sequence[str], kind: type[Asked]) -> tuple[Asked, list[s
     known = flags.flags_of(kind)
     given, problems = flags.read_words(_written_out(words), known)
     if "config" in given:
-        from_file, found = flags.read_file(given["config"][0], known)
+        from_file, found = flags.read_file(given["config"][0], known, kind.program)
         given, problems = from_file | given, found + problems
     return flags.build(kind, given, known, kind.program), problems
 

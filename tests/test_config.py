@@ -262,8 +262,8 @@ def test_only_differences_that_change_the_losses_matter() -> None:
 def test_a_longer_run_is_the_same_run_only_with_the_same_decay() -> None:
     before = config_of("--steps 4").to_dict()
     assert changes_that_matter(before, config_of("--steps 8").to_dict()) == [
-        "--warmup-steps was 1 and is now 2, which follows from --steps unless given",
-        "--lr-decay-steps was 4 and is now 8, which follows from --steps unless given",
+        "the learning rate would take another course, with --warmup-steps 2 and --lr-decay-steps 8 (of --steps unless given); "
+        "add --warmup-steps 1 --lr-decay-steps 4",
     ]
     assert changes_that_matter(before, config_of("--steps 8 --lr-decay-steps 4").to_dict()) == []
 
@@ -384,3 +384,26 @@ def test_every_option_is_read_by_something_besides_its_own_check() -> None:
         # Read from another object than the options' own `self`, which is where checks read.
         readers = re.findall(rf"(?<!self)\.{name}\b", text)
         assert readers, f"--{flag.name} ({group}.{name}) is parsed and never used"
+
+
+def test_what_other_programs_call_an_option_is_answered_with_its_name_here() -> None:
+    for words, ours in {
+        "--epochs 3": "--steps",
+        "--output-dir x": "--out",
+        "--batch-size 4": "--global-batch",
+        "--bf16": "--precision",
+        "--gradient_checkpointing": "--recompute",
+        "--model-name-or-path x": "--init",
+    }.items():
+        _, problems = read_options(words.split(), PretrainOptions)
+        assert problems == [f"{words.split()[0]} is no option; here it is {ours}"]
+
+
+def test_the_options_of_the_other_program_are_refused_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"program": "pretrain.py", "options": {"document_attention": False}}))
+    _, problems = read_options(["--config", str(file)], FinetuneOptions)
+    assert problems == [
+        f"--config {file} has the options of a run of pretrain.py, and this is finetune_sft.py; give one of its own"
+    ]
+    assert read_options(["--config", str(file)], PretrainOptions)[1] == []

@@ -99,6 +99,8 @@ def test_negative_numbers_are_values() -> None:
             "--tensor-parallel-size is no option; the nearest is --tensor-model-parallel-size",
         ),
         (["--min_l=2"], "--min_l is no option; the nearest is --min-lr"),
+        (["--learning-rate", "2"], "--learning-rate is no option; here it is --lr"),
+        (["--epochs", "2"], "--epochs is no option; --help lists all options"),  # there are no steps among these
         (["-tp", "2"], "-tp is no option; the nearest is --tp"),
         (["--xyzzy"], "--xyzzy is no option; --help lists all options"),
         (["--tp", "two"], "--tp two is no whole number"),

@@ -49,7 +49,12 @@ class LearningRateOptions:
 
     warmup_steps: Annotated[
         int | None,
-        named("warmup-steps", "lr-warmup-iters", metavar="INT", default="a tenth of the steps, at least 10"),
+        named(
+            "warmup-steps",
+            "lr-warmup-iters",
+            metavar="INT",
+            default="a tenth of --lr-decay-steps, from 10 to 2000, but at most a third",
+        ),
     ] = None
     """Steps in which the rate rises linearly to --lr."""
 

@@ -228,9 +228,15 @@ class FinetuneTrainingOptions(TrainingOptions):
 class RunOptions:
     """What the run reports and saves, and where it starts."""
 
-    out: Annotated[str | None, named("out", "save", metavar="FOLDER|ADDRESS", default="runs/ and the model's name")] = (
-        None
-    )
+    out: Annotated[
+        str | None,
+        named(
+            "out",
+            "save",
+            metavar="FOLDER|ADDRESS",
+            default="runs/tiny, runs/tiny-sft: the model's name, or its folder's",
+        ),
+    ] = None
     """Folder for metrics.jsonl, TensorBoard events, config.json and checkpoints; or an address, such as s3://bucket/run, for the
     checkpoints, all else being in a folder of that name in runs/. parallax checkpoint list FOLDER lists them."""
 

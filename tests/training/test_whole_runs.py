@@ -64,6 +64,21 @@ def test_a_utilisation_that_cannot_be_is_not_told(
         assert out.count("  mfu ") == (4 if known else 0) and out.count("mfu            unknown: ") == (not known)
 
 
+def test_a_command_that_has_nothing_to_do_leaves_the_record_of_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"--out {folder}/run --steps 2 --eval-every 0 --warmup-steps 1"
+    assert run(single_process_mesh(), [command], str(folder)) == [[]]
+    before = (folder / "run" / "config.json").read_bytes()
+    capsys.readouterr()
+    assert run(single_process_mesh(), [f"{command} --log-every 7"], str(folder)) == [[]]
+    assert "step 2 of 2 is done; ask for more --steps (and --lr-decay-steps 2, as before)" in capsys.readouterr().out
+    assert (folder / "run" / "config.json").read_bytes() == before
+    longer = f"--out {folder}/run --steps 3 --eval-every 0 --warmup-steps 1 --lr-decay-steps 2"
+    assert run(single_process_mesh(), [longer], str(folder)) == [[]]
+    assert (folder / "run" / "config.json").read_bytes() != before
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)], ids=str)
 def test_four_steps_equal_two_and_two_more_bit_for_bit(layout: Layout, folder: Path) -> None:
     always = f"--tp {layout.tp} --pp {layout.pp} --eval-every 0 --lr-decay-steps 4 --warmup-steps 1"
