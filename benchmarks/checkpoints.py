@@ -5,7 +5,7 @@
     python -m benchmarks.checkpoints --plan                 how long thousands of ranks plan the save of a 70B model
 
 disk: the same bytes from memory into plain files, one for each rank, and synced; read back in one go. Before each reading the
-files are dropped from the page cache. Ours hashes all bytes (SHA-256) on writing, and again all that a rank reads. torch's neither
+files are dropped from the page cache. Ours hashes all bytes (XXH3) on writing, and again all that a rank reads. torch's neither
 syncs nor hashes, so `torch + sync` is its save and a sync of its files.
 stop: how long training stands still for a save in the background. Medians over the rounds, and medians of each round's ratios.
 """

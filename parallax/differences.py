@@ -74,10 +74,10 @@ def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str
     clauses = [str(difference) for difference in found if difference.name not in said_apart]
     if following := [difference for difference in found if difference.name in _FOLLOWING_STEPS]:
         flags = [f"--{difference.name.replace('_', '-')}" for difference in following]
-        now = " and ".join(f"{flag} {_shown(each.now)}" for flag, each in zip(flags, following, strict=True))
-        before = " ".join(f"{flag} {_shown(each.before)}" for flag, each in zip(flags, following, strict=True))
+        would_be = " and ".join(f"{flag} {_shown(each.now)}" for flag, each in zip(flags, following, strict=True))
+        was = " ".join(f"{flag} {_shown(each.before)}" for flag, each in zip(flags, following, strict=True))
         clauses.append(
-            f"the learning rate would take another course, with {now} (of --steps unless given); add {before}"
+            f"the learning rate would take another course, with {would_be} (of --steps unless given); add {was}"
         )
     for difference in found:
         if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):

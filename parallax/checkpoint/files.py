@@ -19,7 +19,7 @@ READ_BYTES = 4 << 20
 class HashingFile:
     """A new file, written from front to back, hashed on the way and synced at its end.
 
-    Large parts are hashed by a thread while they are written, since a disk may be as fast as SHA-256 is.
+    Large parts are hashed by a thread while they are written.
     """
 
     def __init__(self, path: Location) -> None:
@@ -150,7 +150,7 @@ class FileReader:
     def _read_proved(self, block: memoryview, number: int, start: int) -> None:
         self._read_as_it_is(block, start)
         assert self._record is not None
-        if checksum(block) != self._record.sha256[number]:
+        if checksum(block) != self._record.checksums[number]:
             raise ConfigError(damaged(self.path))
 
     def _read_as_it_is(self, target: memoryview, offset: int) -> None:

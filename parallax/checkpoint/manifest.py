@@ -29,15 +29,11 @@ MAX_MANIFEST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's size, and the checksums of its blocks; in version 1 one for all of it."""
+    """A file's size, and the checksums of its blocks. is_cut: in version 1 it was not, and there is one checksum for all of it."""
 
     bytes: int
-    sha256: tuple[str, ...]
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether each block can be proved by itself."""
-        return len(self.sha256) == num_blocks(self.bytes)
+    checksums: tuple[str, ...]
+    is_cut: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "files": {
-                name: {"bytes": record.bytes, "sha256": list(record.sha256)} for name, record in self.files.items()
+                name: {"bytes": record.bytes, "xxh128": list(record.checksums)} for name, record in self.files.items()
             },
             "tensors": {
                 part: {name: _tensor_json(record) for name, record in records.items()}
@@ -155,9 +151,10 @@ def check_path(name: str) -> None:
 
 
 def _file(name: str, fields: dict[str, Any], version: int) -> FileRecord:
-    (size,), sums = natural_numbers([fields["bytes"]]), fields["sha256"]
-    record = FileRecord(size, (sums,) if version == 1 else tuple(sums))
-    if not all(isinstance(one, str) for one in record.sha256) or (version > 1 and not record.is_cut):
+    (size,) = natural_numbers([fields["bytes"]])
+    record = FileRecord(size, (fields["sha256"],), False) if version == 1 else FileRecord(size, tuple(fields["xxh128"]))
+    expected = num_blocks(size) if record.is_cut else 1
+    if not all(isinstance(one, str) for one in record.checksums) or len(record.checksums) != expected:
         raise ValueError(f"{name} has not a checksum for each of its blocks")
     return record
 

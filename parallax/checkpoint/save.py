@@ -170,7 +170,7 @@ class _Writer:
     def _finish(self, file: FilePlan) -> None:
         self._append(file)  # a file of empty tensors has had no unit
         record = self._opened[file.name].finish()
-        self.records[file.name] = (record.bytes, list(record.sha256))
+        self.records[file.name] = (record.bytes, list(record.checksums))
 
 
 def _commit(final: Location, step: int, files: Sequence[FilePlan], records: Mapping[str, FileRecord]) -> None:

@@ -59,7 +59,7 @@ def check_contents(folder: Location, manifest: Manifest, names: Iterable[str], t
         holds_tensors = path.suffix == ".safetensors"
         try:
             if tensors_too or not holds_tensors or not record.is_cut:
-                if hash_file(path, whole=not record.is_cut) != record.sha256:
+                if hash_file(path, whole=not record.is_cut) != record.checksums:
                     problems.append(damaged(path))
                     continue
             if holds_tensors:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from parallax.checkpoint import blocks, plan
 from parallax.checkpoint.blocks import BlockHasher, cut
@@ -49,7 +50,7 @@ def test_checksums_are_those_of_the_blocks_however_the_bytes_come(size: int) -> 
             step = chance.randint(1, most)
             hasher.update(content[at : at + step])
             at += step
-        assert list(hasher.checksums()) == [hashlib.sha256(part).hexdigest() for part in expected]
+        assert list(hasher.checksums()) == [xxhash.xxh3_128_hexdigest(part) for part in expected]
 
 
 def test_ranges_are_cut_where_blocks_end() -> None:
@@ -120,6 +121,7 @@ def make_version_1(folder: Path) -> None:
     fields = json.loads((folder / "manifest.json").read_bytes())
     del fields["checksum"]
     for name, record in fields["files"].items():
+        del record["xxh128"]
         record["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     (folder / "manifest.json").write_bytes(sealed(fields | {"version": 1}))
 
@@ -145,9 +147,9 @@ def test_a_checkpoint_of_version_1_is_read_and_its_damage_refused_before_anythin
 def test_a_manifest_with_another_number_of_checksums_than_blocks_is_refused(change: str, saved: Path) -> None:
     fields = json.loads((saved / "manifest.json").read_bytes())
     del fields["checksum"]
-    record = next(record for record in fields["files"].values() if len(record["sha256"]) > 2)
-    sums = record["sha256"]
-    record["sha256"] = {"too few": sums[:-1], "too many": [*sums, sums[0]], "no list": 5, "no text": [5] * len(sums)}[
+    record = next(record for record in fields["files"].values() if len(record["xxh128"]) > 2)
+    sums = record["xxh128"]
+    record["xxh128"] = {"too few": sums[:-1], "too many": [*sums, sums[0]], "no list": 5, "no text": [5] * len(sums)}[
         change
     ]
     (saved / "manifest.json").write_bytes(sealed(fields))

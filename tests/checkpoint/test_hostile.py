@@ -66,7 +66,7 @@ def accept_files(folder: Path) -> None:
 
     def change(fields: dict[str, Any]) -> None:
         for name, record in fields["files"].items():
-            record |= {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}
+            record |= {"bytes": (folder / name).stat().st_size, "xxh128": hash_file(folder / name)}
 
     change_manifest(folder, change)
 

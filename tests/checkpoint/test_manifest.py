@@ -12,7 +12,7 @@ from parallax.errors import ConfigError
 FILE = "model/a.safetensors"
 GOOD = Manifest(
     step=100,
-    files={FILE: FileRecord(1000, ("0" * 64,)), "model/b.safetensors": FileRecord(1000, ("1" * 64,))},
+    files={FILE: FileRecord(1000, ("0" * 32,)), "model/b.safetensors": FileRecord(1000, ("1" * 32,))},
     model={
         "whole": TensorRecord("F32", (4, 6), (Slice(FILE, 100, (0, 0), (4, 6)),)),
         "cut": TensorRecord(
@@ -61,7 +61,7 @@ def _refused(folder: Path, fields: dict) -> str:
 )
 def test_a_path_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     fields = json.loads(GOOD.encode())
-    fields["files"][name] = {"bytes": 1, "sha256": [""]}
+    fields["files"][name] = {"bytes": 1, "xxh128": [""]}
     assert "leads out of the checkpoint" in _refused(tmp_path, fields)
 
 
