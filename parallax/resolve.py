@@ -154,8 +154,9 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
         )
     problems += options.fp8.check(training.precision)
     if model is not None and training.precision == "fp8":
-        problems += options.fp8.check_model(linear_layers(model), training.seq_len)
-        problems += options.fp8.check_key_value_heads(model.num_key_value_heads, layout.tp)
+        layers = linear_layers(model)
+        problems += options.fp8.check_model(layers, training.seq_len, layout.tp)
+        problems += options.fp8.check_key_value_heads(layers, model.num_key_value_heads, layout.tp)
     if problems or model is None:
         raise ConfigError(
             [problem.replace(f"--tokenizer {init}", f"the tokenizer of --init {init}") for problem in problems]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,6 +10,9 @@ from parallax.flags import named
 from parallax.precision.recipe import Recipe, unmatched
 
 MULTIPLE = 16  # elements: tensor cores take FP8 in lines of 16 bytes
+ROW_PARALLEL = ("o_proj", "down_proj")  # whose inputs tensor parallelism cuts, and not their outputs
+
+Layers = Mapping[str, tuple[int, int]]  # {name: (outputs, inputs)}
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class Fp8Options:
             problems.append(f"--fp8-margin {self.fp8_margin} must be between 0 and 8")
         return problems
 
-    def check_model(self, layers: Mapping[str, tuple[int, int]], seq_len: int) -> list[str]:
-        """Return what keeps the layers, {name: (outputs, inputs)}, from running in FP8 on a GPU, a sentence each.
+    def check_model(self, layers: Layers, seq_len: int, tp: int = 1) -> list[str]:
+        """Return what keeps the layers, cut into tp shares, from running in FP8 on a GPU, a sentence each.
 
         seq_len: tokens of a sample, which the products of weight gradients sum over.
         """
@@ -78,8 +81,7 @@ class Fp8Options:
             "and a pattern may be a part of a name, as in: layers.0 down_proj"
             for pattern in unmatched(self.fp8_keep, list(layers))
         ]
-        recipe = self.recipe
-        fp8 = {name: sizes for name, sizes in layers.items() if not recipe.keeps(name)}
+        fp8 = self._in_fp8(layers)
         if not fp8:
             problems.append("--fp8-keep leaves no layer in FP8; use --precision bf16, or name fewer layers")
         odd: dict[int, list[str]] = {}
@@ -89,24 +91,46 @@ class Fp8Options:
                     odd.setdefault(size, []).append(name)
         problems += [
             f"--precision fp8 needs sizes that are multiples of {MULTIPLE}, and {size} (of {names[0]}) is none; "
-            f"use {_nearest(size)}, or --fp8-keep {names[0].split('.')[-1]}"
+            f"use {_nearest(size)}, or --fp8-keep {_last_parts(names)}"
             for size, names in odd.items()
         ]
         if seq_len % MULTIPLE:
             problems.append(
                 f"--precision fp8 needs --seq-len to be a multiple of {MULTIPLE}, not {seq_len}; use {_nearest(seq_len)}"
             )
-        return problems
+        return problems or self.check_shares(layers, tp)
 
-    def check_key_value_heads(self, heads: int, tp: int) -> list[str]:
+    def shares(self, layers: Layers, tp: int) -> dict[str, int]:
+        """Return the size of the dim that tp ranks cut, as each has it, for each layer that runs in FP8; nothing is cut for one."""
+        cut = {name: sizes[name.split(".")[-1] in ROW_PARALLEL] for name, sizes in self._in_fp8(layers).items()}
+        return {} if tp == 1 else {name: size // tp for name, size in cut.items()}
+
+    def check_shares(self, layers: Layers, tp: int) -> list[str]:
+        """Return what keeps tp ranks' shares from running in FP8 on a GPU, a sentence each; tiles may be cut anywhere."""
+        odd: dict[int, list[str]] = {}
+        for name, share in self.shares(layers, tp).items():
+            if self.fp8_recipe == "delayed" and share % MULTIPLE:
+                odd.setdefault(share, []).append(name)
+        return [
+            f"--fp8-recipe delayed needs tensor-parallel shares that are multiples of {MULTIPLE}, and --tp {tp} makes them {share} "
+            f"(of {names[0]}); use another --tp, sizes that divide by {MULTIPLE * tp}, --fp8-recipe tile, "
+            f"or --fp8-keep {_last_parts(names)}"
+            for share, names in odd.items()
+        ]
+
+    def check_key_value_heads(self, layers: Layers, heads: int, tp: int) -> list[str]:
         """Return what keeps tp ranks that share a key-value head from quantising its gradient: each has a part of it."""
-        shared = [name for name in ("k_proj", "v_proj") if not self.recipe.keeps(name)]
+        shared = [name for name in self._in_fp8(layers) if name.split(".")[-1] in ("k_proj", "v_proj")]
         if tp <= heads or not shared:
             return []
         return [
             f"--precision fp8 with --tp {tp} needs as many key-value heads, not {heads}: the {tp // heads} ranks that share one "
-            f"each have a part of its gradient; use --tp {heads} or less, or --fp8-keep {' '.join(shared)}"
+            f"each have a part of its gradient; use --tp {heads} or less, or --fp8-keep {_last_parts(shared)}"
         ]
+
+    def _in_fp8(self, layers: Layers) -> dict[str, tuple[int, int]]:
+        recipe = self.recipe
+        return {name: sizes for name, sizes in layers.items() if not recipe.keeps(name)}
 
 
 def _recipe(options: Fp8Options) -> Recipe:
@@ -118,6 +142,10 @@ def _recipe(options: Fp8Options) -> Recipe:
         margin=options.fp8_margin,
         keep=options.fp8_keep,
     )
+
+
+def _last_parts(names: Iterable[str]) -> str:
+    return " ".join(dict.fromkeys(name.split(".")[-1] for name in names))
 
 
 def _nearest(size: int) -> str:

@@ -10,14 +10,13 @@ from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.optimizer import gradient_types, make_optimizer, rule_of
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Mesh
-from parallax.models.config import DecoderConfig
+from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.stages import EMBEDDING, shape_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
 from parallax.precision.backends.choose import choose_backend
 from parallax.precision.options import Fp8Options
 from parallax.precision.recipe import Table, in_words
-from parallax.precision.tiles import TILE_SIZE
 from parallax.tensor_parallel.facts import named_parameters_with_facts
 from parallax.tensor_parallel.precision import Fp8State, apply_recipe
 from parallax.training.faults import Judge
@@ -45,11 +44,11 @@ def build_train_step(
 
     layers: of each pipeline stage, as `stage_ranges` gives them. schedule: of the micro-batches of a step.
     spike_factor: of the running mean of the losses, above which a step's loss makes it a bad one.
-    fp8: with --precision fp8; raises ConfigError when its backend cannot run here.
+    fp8: with --precision fp8; raises ConfigError when its backend cannot run here, or the shares over tp are no GPU's.
     """
     fp8 = fp8 or Fp8Options()
     choice = (
-        None if training.precision != "fp8" else choose_backend(fp8, mesh.device, _whole_tiles(model, mesh.layout.tp))
+        None if training.precision != "fp8" else choose_backend(fp8, mesh.device, linear_layers(model), mesh.layout.tp)
     )
     sequence_parallel = sequence_parallel and mesh.tp is not None
     stages = shape_stages(
@@ -102,12 +101,6 @@ def build_train_step(
         Judge(mesh.device, spike_factor),
         fp8_state,
     )
-
-
-def _whole_tiles(model: DecoderConfig, tp: int) -> bool:
-    """Whether the parts of all matrices, divided over tp ranks, are of whole tiles."""
-    sizes = (model.query_size, model.key_value_size, model.intermediate_size)
-    return tp == 1 or all(size % (tp * TILE_SIZE) == 0 for size in sizes)
 
 
 def describe_fp8(state: Fp8State | None, layers: Table | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,33 @@ def test_what_a_gpu_can_do_decides(
     ]
     assert can == runs
     assert choose_backend(Fp8Options(fp8_recipe=recipe), GPU).backend.name == (runs or ["reference"])[0]
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_shares_that_a_gpu_would_refuse_are_refused_on_every_backend(name: str) -> None:
+    layers = {
+        "model.layers.0.mlp.up_proj": (688, 256),
+        "model.layers.0.mlp.down_proj": (256, 688),
+        "lm_head": (100, 256),
+    }
+    delayed = Fp8Options(fp8_recipe="delayed", fp8_backend=name)
+    for device in (CPU, GPU):
+        with pytest.raises(
+            ConfigError, match=r"multiples of 16, and --tp 2 makes them 344 .* --fp8-keep up_proj down_proj"
+        ):
+            choose_backend(delayed, device, layers, tp=2)
+    assert choose_backend(delayed, CPU, layers, tp=1).backend.name == "reference"
+    assert choose_backend(replace(delayed, fp8_keep=("mlp",)), CPU, layers, tp=2).backend.name == "reference"
+    assert choose_backend(Fp8Options(fp8_backend=name), CPU, layers, tp=2).backend.name == "reference"
+
+
+def test_transformer_engine_takes_shares_of_whole_tiles_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te, "why_not", lambda recipe, device: None)
+    layers = {"model.layers.0.self_attn.k_proj": (128, 256), "model.layers.0.mlp.up_proj": (768, 256)}
+    assert choose_backend(Fp8Options(fp8_keep=("k_proj",)), GPU, layers, tp=2).backend.name == "te"
+    assert choose_backend(Fp8Options(fp8_recipe="delayed"), GPU, layers, tp=2).backend.name == "te"
+    with pytest.raises(ConfigError, match="needs tensor-parallel shares of whole tiles of 128"):
+        choose_backend(Fp8Options(fp8_backend="te"), GPU, layers, tp=2)
 
 
 def test_transformer_engine_is_judged_by_recipe_gpu_and_cuda() -> None:

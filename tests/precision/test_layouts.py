@@ -20,6 +20,7 @@ from tests.distributed.test_parity import GPT
 from tests.distributed.training import SMALL, Case, build, loader_of, train, train_all
 
 MODEL = replace(SMALL, hidden_size=64, intermediate_size=96, head_dim=16, num_key_value_heads=4)
+WIDE = replace(MODEL, intermediate_size=192)  # over 4 ranks: in multiples of 16, as delayed scaling needs them
 GPT_MODEL = replace(GPT, hidden_size=64, intermediate_size=96, head_dim=16)
 TILE, POWERS = Fp8Options(), Fp8Options(fp8_format="hybrid", fp8_scales="pow2", fp8_keep=("layers.0", "k_proj"))
 DELAYED = Fp8Options(fp8_recipe="delayed", fp8_format="hybrid", fp8_margin=1, fp8_amax_history=3)
@@ -35,7 +36,7 @@ CASES = {
         Layout(tp=2),
         [case(sp=True), case(DELAYED, zero=0, recompute="full"), case(POWERS, recompute="selective")],
     ),
-    "tp4": (Layout(tp=4), [case(), case(DELAYED, sp=True), case(sp=True, model=GPT_MODEL)]),
+    "tp4": (Layout(tp=4), [case(), case(DELAYED, sp=True, model=WIDE), case(sp=True, model=GPT_MODEL)]),
     "dp2": (Layout(dp=2), [case(zero=0), case(DELAYED), case(POWERS, zero=2)]),
     "pp2": (
         Layout(pp=2),

@@ -17,8 +17,11 @@ from parallax.resolve import check, read_options
 from parallax.tensor_parallel.linear import RowParallelLinear
 from parallax.training.metrics import Metrics
 from tests.distributed.harness import run_layout
-from tests.training.runs import before_data, contents, metrics, run, saved, scale_loss_at, write_text
+from tests.training import runs
+from tests.training.runs import MODEL, before_data, contents, metrics, saved, scale_loss_at, write_text
 
+# Shares of 2 ranks are multiples of 16, as delayed scaling needs them.
+run = partial(runs.run, model=MODEL.replace("--hidden 32", "--hidden 64").replace("--ffn 48", "--ffn 96"))
 ALWAYS = (
     "--precision fp8 --fp8-recipe delayed --fp8-format hybrid --fp8-amax-history 3 --fp8-keep layers.0 "
     "--eval-every 2 --eval-steps 1 --lr-decay-steps 4 --warmup-steps 1"
@@ -147,6 +150,14 @@ def problems_of(words: str, world_size: int = 1) -> list[str]:
         ("--precision fp8 --fp8-keep layer.0", "--fp8-keep layer.0 names no layer"),
         ("--precision fp8 --fp8-keep *", "leaves no layer in FP8"),
         ("--precision fp8 --tp 8 --kv-heads 4", "use --tp 4 or less, or --fp8-keep k_proj v_proj"),
+        ("--precision fp8 --tp 8 --kv-heads 4 --fp8-keep k_proj", "or --fp8-keep v_proj"),
+        ("--precision fp8 --tp 8 --kv-heads 4 --fp8-keep layers.0.self_attn", "or --fp8-keep k_proj v_proj"),
+        (
+            "--precision fp8 --fp8-recipe delayed --tp 2 --fp8-backend reference",
+            "--fp8-recipe delayed needs tensor-parallel shares that are multiples of 16, and --tp 2 makes them 344 (of "
+            "model.layers.0.mlp.gate_proj); use another --tp, sizes that divide by 32, --fp8-recipe tile, "
+            "or --fp8-keep gate_proj up_proj down_proj",
+        ),
         ("--precision fp8 --fp8-recipe mx", "--fp8-recipe mx is unknown; use tile or delayed"),
     ],
 )
@@ -156,7 +167,16 @@ def test_what_cannot_run_in_fp8_is_said_before_anything_is_built(words: str, sen
 
 def test_sizes_that_tensor_parallelism_cuts_inside_a_tile_are_taken() -> None:
     assert problems_of("--precision fp8 --tp 2", 2) == []
-    assert problems_of("--precision fp8 --tp 8 --kv-heads 4 --fp8-keep k_proj v_proj", 8) == []
+    for delayed in ("--ffn 704", "--fp8-keep mlp", "--fp8-keep gate_proj up_proj down_proj"):
+        assert problems_of(f"--precision fp8 --fp8-recipe delayed --tp 2 {delayed}", 2) == []
+
+
+@pytest.mark.parametrize(
+    "keep",
+    ["k_proj v_proj", "self_attn", "*.k_proj *.v_proj", "self_attn.k_proj self_attn.v_proj", "model.layers.*_attn"],
+)
+def test_ranks_may_share_a_key_value_head_whose_layers_are_kept_however_they_are_named(keep: str) -> None:
+    assert problems_of(f"--precision fp8 --tp 8 --kv-heads 4 --fp8-keep {keep}", 8) == []
 
 
 def test_a_pattern_names_a_layer_or_a_part_of_its_name() -> None:

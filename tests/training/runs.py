@@ -30,7 +30,9 @@ def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text("".join(lines))
 
 
-def run(mesh: Mesh, commands: list[str], folder: str, trouble: Trouble | None = None) -> list[list[str]]:
+def run(
+    mesh: Mesh, commands: list[str], folder: str, trouble: Trouble | None = None, model: str = MODEL
+) -> list[list[str]]:
     """Run pretrain.py's own training for each command line in one world; return the problems of each.
 
     trouble: called first, on each rank; it prepares what goes wrong.
@@ -39,7 +41,7 @@ def run(mesh: Mesh, commands: list[str], folder: str, trouble: Trouble | None = 
         trouble(mesh)
     problems = []
     for command in commands:
-        words = f"{MODEL} --data {folder}/text.txt {command}".split()
+        words = f"{model} --data {folder}/text.txt {command}".split()
         options, found = read_options(words, PretrainOptions)
         assert not found, found
         config = resolve(options, mesh.layout.world_size)

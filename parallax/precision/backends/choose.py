@@ -14,9 +14,10 @@ import torch
 from parallax.errors import ConfigError
 from parallax.precision.backends import te, torch_scaled, triton
 from parallax.precision.backends.reference import ReferenceBackend
-from parallax.precision.options import Fp8Options
+from parallax.precision.options import Fp8Options, Layers
 from parallax.precision.products import Backend
 from parallax.precision.recipe import Recipe
+from parallax.precision.tiles import TILE_SIZE
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,16 @@ class Choice:
     reason: str
 
 
-def choose_backend(options: Fp8Options, device: torch.device, whole_tiles: bool = True) -> Choice:
-    """Return what computes in FP8 on `device`; raises ConfigError when the one that was asked for cannot run here.
+def choose_backend(options: Fp8Options, device: torch.device, layers: Layers | None = None, tp: int = 1) -> Choice:
+    """Return what computes in FP8 on `device`.
 
-    whole_tiles: whether every tensor-parallel share of a layer is one of whole tiles.
+    layers: of the model, {name: (outputs, inputs)}, over tp ranks. Raises ConfigError for shares of them that no GPU takes,
+    on every device, and when the backend that was asked for cannot run here.
     """
+    layers = layers or {}
+    if problems := options.check_shares(layers, tp):
+        raise ConfigError(problems)
+    whole_tiles = all(share % TILE_SIZE == 0 for share in options.shares(layers, tp).values())
     asked = options.fp8_backend
     reasons: list[str] = []
     for candidate in candidates():
