@@ -69,7 +69,7 @@ def _host_buffer(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Assembled:
-    """A unit on its writer: one buffer `[rows, columns]` for each of its boxes."""
+    """A unit on its writer: one buffer `[rows, columns]` for each of its boxes, or the writer's own tensor if that is all of it."""
 
     unit: Unit
     buffers: list[torch.Tensor]
@@ -104,6 +104,9 @@ def transfer(units: Sequence[Unit], local: LocalTensors, mesh: Ranks) -> list[As
     for unit in units:
         writer = unit.file.writer
         if writer == mesh.rank:
+            if (whole := _whole(unit, local, writer)) is not None:
+                assembled.append(Assembled(unit, [whole]))
+                continue
             dtype = DTYPES[unit.target.dtype]
             buffers = [torch.empty(box.shape, dtype=dtype, device=mesh.device) for _, box in unit.boxes]
             assembled.append(Assembled(unit, buffers))
@@ -117,6 +120,14 @@ def transfer(units: Sequence[Unit], local: LocalTensors, mesh: Ranks) -> list[As
                 incoming.setdefault(sender, []).append(assembled[-1].target(move))
     _exchange(outgoing, incoming, mesh)
     return assembled
+
+
+def _whole(unit: Unit, local: LocalTensors, writer: int) -> torch.Tensor | None:
+    """Return the writer's own tensor where the unit is just that: it need not be copied to be written."""
+    if len(unit.boxes) > 1 or len(unit.moves) > 1 or unit.moves[0].sender != writer:
+        return None
+    part = local.part(unit, unit.moves[0])
+    return part if part.shape == unit.boxes[0][1].shape and part.dtype == DTYPES[unit.target.dtype] else None
 
 
 def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], mesh: Ranks) -> None:
