@@ -3,7 +3,7 @@
     if has_kernel("rms_norm", input): ...
 
 `--kernels off` (the environment variable PARALLAX_KERNELS=off, for programs of one's own) turns all of them off: the layers
-then compute with PyTorch's operators on a GPU too. No triton is imported here.
+then compute with PyTorch's operators on a GPU too, and FP8 products with another backend than `triton`. No triton is imported here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import torch
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # {operator: (the kinds of device, the types of its input)}
 KERNELS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
@@ -20,11 +21,17 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
     "swiglu": (("cuda",), _FLOATING),
     "cross_entropy": (("cuda",), _FLOATING),
     "adamw": (("cuda",), (torch.float32,)),
+    "fp8_quantize": (("cuda",), _FLOATING),
+    "fp8_gemm": (("cuda",), _FP8),
 }
+
+
+def kernels_are_on() -> bool:
+    return os.environ.get("PARALLAX_KERNELS", "on") != "off"
 
 
 def has_kernel(operator: str, input: torch.Tensor) -> bool:
     """Whether a kernel computes `operator` on this input."""
     devices, dtypes = KERNELS[operator]
     device = "cuda" if input.is_cuda else input.device.type
-    return device in devices and input.dtype in dtypes and os.environ.get("PARALLAX_KERNELS", "on") != "off"
+    return device in devices and input.dtype in dtypes and kernels_are_on()

@@ -152,7 +152,7 @@ def resolve(options: TrainOptions, world_size: int) -> RunConfig:
         problems.append(
             "--sync-save sends states from the GPU, where --offload optimizer has none; leave one of them out"
         )
-    problems += options.fp8.check(training.precision)
+    problems += options.fp8.check(training.precision, training.kernels)
     if model is not None and training.precision == "fp8":
         layers = linear_layers(model)
         problems += options.fp8.check_model(layers, training.seq_len, layout.tp)

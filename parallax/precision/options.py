@@ -44,8 +44,8 @@ class Fp8Options:
     def recipe(self) -> Recipe:
         return _recipe(self)
 
-    def check(self, precision: str) -> list[str]:
-        """Return what contradicts itself here or with --precision, a sentence each."""
+    def check(self, precision: str, kernels: str = "on") -> list[str]:
+        """Return what contradicts itself here, with --precision or with --kernels, a sentence each."""
         if precision != "fp8":
             default = Fp8Options()
             given = [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
@@ -54,6 +54,10 @@ class Fp8Options:
                 for name in given
             ]
         problems = []
+        if self.fp8_backend == "triton" and kernels == "off":
+            problems.append(
+                "--fp8-backend triton computes with our kernels, which --kernels off turns off; leave one of them out"
+            )
         if self.fp8_recipe == "delayed" and self.fp8_scales == "pow2":
             problems.append("--fp8-scales pow2 goes with --fp8-recipe tile; a delayed scale is any number")
         if self.fp8_recipe == "tile":

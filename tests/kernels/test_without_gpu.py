@@ -44,8 +44,9 @@ def test_one_flag_turns_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None
     from parallax.kernels.table import KERNELS, has_kernel
     from tests.kernels.interpreted.pretend import on_gpu
 
-    here = torch.ones(2)
-    for operator in KERNELS:
+    assert set(KERNELS) == set(OPERATORS)
+    for operator, (_, dtypes) in KERNELS.items():
+        here = torch.ones(2).to(dtypes[0])
         assert has_kernel(operator, on_gpu(here)) and not has_kernel(operator, here)
         assert not has_kernel(operator, on_gpu(here.double()))
         with monkeypatch.context() as patch:

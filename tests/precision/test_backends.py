@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from parallax.precision.operands import Operand, check_pair
 from parallax.precision.options import Fp8Options
 from parallax.precision.products import Products
 from parallax.precision.recipe import Recipe
+from tests.kernels.interpreted.pretend import on_gpu, spy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REFERENCE = ReferenceBackend()
@@ -100,6 +102,44 @@ def test_transformer_engine_takes_shares_of_whole_tiles_only(monkeypatch: pytest
     assert choose_backend(Fp8Options(fp8_recipe="delayed"), GPU, layers, tp=2).backend.name == "te"
     with pytest.raises(ConfigError, match="needs tensor-parallel shares of whole tiles of 128"):
         choose_backend(Fp8Options(fp8_backend="te"), GPU, layers, tp=2)
+
+
+def test_kernels_off_leaves_our_backend_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    on(monkeypatch, (10, 0), "13.0")
+    assert choose_backend(Fp8Options(), GPU).backend.name == "triton"
+    monkeypatch.setenv("PARALLAX_KERNELS", "off")
+    choice = choose_backend(Fp8Options(), GPU)
+    assert choice.backend.name == "reference"
+    assert "triton: computes with our own kernels, which --kernels off turns off" in choice.reason
+    for device in (CPU, GPU):
+        with pytest.raises(
+            ConfigError, match="--fp8-backend triton: computes with our own kernels, which --kernels off"
+        ):
+            choose_backend(Fp8Options(fp8_backend="triton"), device)
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_torch_quantises_with_our_kernel_only_where_kernels_are_on(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from parallax.kernels.fp8_quantize import kernel
+
+    monkeypatch.setenv("PARALLAX_KERNELS", kernels)
+    calls = [spy(monkeypatch, kernel, name) for name in ("quantize", "quantize_both")]
+    x = on_gpu(random(128, 128))
+    for call, backend_quantises in zip(
+        calls,
+        (
+            lambda backend: backend.quantize(x, (128, 128), "e4m3", False),
+            lambda backend: backend.quantize_both(x, "e4m3", False),
+        ),
+        strict=True,
+    ):
+        with suppress(ValueError):  # a compiled kernel refuses a tensor that only pretends to be on a GPU
+            backend_quantises(TorchBackend())
+        assert bool(call) == (kernels == "on")
 
 
 def test_transformer_engine_is_judged_by_recipe_gpu_and_cuda() -> None:

@@ -139,6 +139,7 @@ def problems_of(words: str, world_size: int = 1) -> list[str]:
     ("words", "sentence"),
     [
         ("--precision bf16 --fp8-margin 1", "--fp8-margin has no effect with --precision bf16"),
+        ("--precision fp8 --fp8-backend triton --kernels off", "--fp8-backend triton computes with our kernels, which"),
         ("--precision fp8 --fp8-margin 1", "--fp8-margin 1 has no effect with --fp8-recipe tile"),
         ("--precision fp8 --fp8-recipe delayed --fp8-scales pow2", "--fp8-scales pow2 goes with --fp8-recipe tile"),
         ("--precision fp8 --fp8-recipe delayed --fp8-amax-history 0", "must be between 1 and 4096"),

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from parallax.kernels.table import has_kernel
 from parallax.precision.backends.triton import TritonBackend, cut, multiply_plain
 from parallax.precision.operands import BLOCK, MULTIPLE, ROW, Operand
 from parallax.precision.recipe import Recipe
@@ -36,20 +37,20 @@ def why_not(recipe: Recipe, device: torch.device) -> str | None:
 
 
 class TorchBackend(TritonBackend):
-    """torch.nn.functional.scaled_mm; quantised by our kernels where triton is there, by PyTorch's operators otherwise."""
+    """torch.nn.functional.scaled_mm; quantised by our kernels where they are on and triton is there, otherwise by PyTorch."""
 
     name = "torch"
 
     def __init__(self) -> None:
-        self._has_kernels = importlib.util.find_spec("triton") is not None
+        self._has_triton = importlib.util.find_spec("triton") is not None
 
     def quantize(self, x: torch.Tensor, tile: Tile, fp8_format: str, power_of_two: bool) -> Operand:
-        if self._has_kernels and x.is_cuda:
+        if self._has_triton and has_kernel("fp8_quantize", x):
             return super().quantize(x, tile, fp8_format, power_of_two)
         return Operand(*quantize_tiles(x, tile, fp8_format, power_of_two), tile)
 
     def quantize_both(self, x: torch.Tensor, fp8_format: str, power_of_two: bool) -> tuple[Operand, Operand]:
-        if self._has_kernels and x.is_cuda:
+        if self._has_triton and has_kernel("fp8_quantize", x):
             return super().quantize_both(x, fp8_format, power_of_two)
         return self.quantize(x, ROW, fp8_format, power_of_two), self.quantize(x, ROW[::-1], fp8_format, power_of_two)
 

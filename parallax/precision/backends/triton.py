@@ -9,6 +9,7 @@ import importlib.util
 
 import torch
 
+from parallax.kernels.table import kernels_are_on
 from parallax.precision.operands import COLUMN, ROW, Operand
 from parallax.precision.recipe import Recipe
 from parallax.precision.tiles import Tile, cast_to_fp8
@@ -16,6 +17,8 @@ from parallax.precision.tiles import Tile, cast_to_fp8
 
 def why_not(recipe: Recipe, device: torch.device) -> str | None:
     """Return what keeps this backend from running, None if nothing does."""
+    if not kernels_are_on():
+        return "computes with our own kernels, which --kernels off turns off; leave that out"
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, and this run is on {device.type}"
     if importlib.util.find_spec("triton") is None:
