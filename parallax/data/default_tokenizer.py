@@ -37,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "bos_id": -1,
     "pad_id": -1,
     "eos_piece": END_OF_TEXT,
+    "control_symbols": ["<|im_start|>", "<|im_end|>"],  # so that ChatML, the default template, ends a turn by one token
     "num_threads": 1,
     "minloglevel": 2,
 }

@@ -80,7 +80,7 @@ def sentencepiece_model(folder: Path, model_type: str = "bpe", **options: Any) -
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    texts = [made.TEXT, "def f(x):\n    return x >\n", "<|im_start|>assistant\nhello<|im_end|>\n"]
+    texts = [made.TEXT, "def f(x):\n    return x >\n", "a>\nb>\nc|>\n" * 9, "<|im_start|>assistant\nhello<|im_end|>\n"]
     SentencePieceTrainer.train(
         sentence_iterator=iter(texts * 3),
         model_writer=model,
@@ -195,12 +195,26 @@ BEGIN_AND_END = {
 def test_an_end_of_turn_that_shares_a_token_with_the_line_end_behind_it_is_learned_with_it(
     opened: dict[tuple[str, str], tuple[ChatEncoder, Any]],
 ) -> None:
-    encoder, _ = opened["default", "chatml"]
+    encoder, _ = opened["sentencepiece, begins with no space", "chatml"]
     chat = to_chat({"prompt": "hi", "completion": "hello"})
     encoded = encoder.encode(chat)
     pieces = encoder.pieces(encoded.input_ids)
     ((start, stop),) = spans(token_weights(encoded, chat, "all", encoder.name))
-    assert "".join(pieces[start:stop]) == "hello<|im_end|>\n" and pieces[stop - 1] == ">\n" and stop == len(pieces)
+    assert (
+        "".join(pieces[start:stop]) == "hello<|im_end|>\n" and pieces[stop - 1].endswith(">\n") and stop == len(pieces)
+    )
+
+
+def test_the_default_tokenizer_ends_a_turn_of_the_default_template_by_one_token(
+    opened: dict[tuple[str, str], tuple[ChatEncoder, Any]],
+) -> None:
+    encoder, theirs = opened["default", "chatml"]
+    chat = to_chat({"prompt": "hi", "completion": "hello"})
+    encoded = encoder.encode(chat)
+    ((start, stop),) = spans(token_weights(encoded, chat, "all", encoder.name))
+    assert encoded.input_ids[stop - 1] == theirs.convert_tokens_to_ids("<|im_end|>")
+    assert theirs.decode(encoded.input_ids[start : stop - 1]) == "hello" and stop == len(encoded.input_ids) - 1
+    assert load_chat_encoder(None, None)[1].name == "chatml"
 
 
 def test_a_sentencepiece_model_that_transformers_cannot_open_encodes_for_itself_by_the_same_places(
