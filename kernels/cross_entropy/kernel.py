@@ -32,9 +32,11 @@ def _cross_entropy_forward(logits, targets, log_sum, target_logit, width, column
         column = start + tl.arange(0, BLOCK)
         values = tl.load(line + column, mask=column < columns, other=float("-inf")).to(tl.float32)
         greater = tl.maximum(greatest, tl.max(values, 0))
-        # inf - inf is not a number: a row that has only seen -inf is not shifted.
+        # inf - inf is not a number: a row that has only seen -inf, or has seen +inf, is not shifted.
         shift = tl.where(tl.abs(greater) == float("inf"), 0.0, greater)
-        total = total * tl.exp(greatest - shift) + tl.exp(values - shift)
+        # Once +inf is seen the sum stays infinite, and is not shifted either: 0 * exp(inf) is not a number.
+        factor = tl.where(greater == float("inf"), 1.0, tl.exp(greatest - shift))
+        total = total * factor + tl.exp(values - shift)
         greatest = greater
     tl.store(log_sum + row, shift + tl.log(tl.sum(total, 0)))
 

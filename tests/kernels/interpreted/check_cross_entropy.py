@@ -75,6 +75,23 @@ def test_columns_of_minus_infinity_have_probability_zero() -> None:
     assert gradient[0, -1] == 1 and gradient.sum() == 1
 
 
+@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("others", [0.0, 1000.0, -1000.0, -torch.inf])
+def test_a_plus_infinite_logit_makes_the_sum_infinite_in_whichever_block_it_is(block: int, others: float) -> None:
+    columns = 2 * kernel.MAX_BLOCK + 5
+    logits = others + random(2, columns)
+    logits[0, block * kernel.MAX_BLOCK + 2] = torch.inf
+    logits[1, :3] = torch.inf
+    logits[1, 7] = 3.4e38
+    targets = torch.tensor([5, 2])
+    log_sum, target = kernel.cross_entropy_forward(logits, targets, columns)
+    assert torch.equal(log_sum, torch.full((2,), torch.inf))
+    assert torch.equal(target, reference.cross_entropy_forward(logits, targets, columns)[1])
+    gradient = kernel.cross_entropy_backward(logits, targets, log_sum, torch.ones(2), columns)
+    expected = reference.cross_entropy_backward(logits, targets, log_sum, torch.ones(2), columns)
+    torch.testing.assert_close(gradient, expected, equal_nan=True)
+
+
 def test_a_nan_logit_makes_the_loss_nan() -> None:
     logits = random(1, 1000)
     logits[0, 500] = torch.nan
