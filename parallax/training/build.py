@@ -9,6 +9,7 @@ import torch
 from parallax.data_parallel.bucket import GradientBuckets, NamedParameter
 from parallax.data_parallel.optimizer import gradient_types, make_optimizer, rule_of
 from parallax.data_parallel.options import OptimizerOptions
+from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.stages import EMBEDDING, shape_stages
@@ -109,3 +110,16 @@ def describe_fp8(state: Fp8State | None, layers: Table | None) -> list[str]:
         return []
     lines = in_words(layers)
     return [f"fp8            {state.choice.backend.name}: {state.choice.reason}"] + [" " * 15 + line for line in lines]
+
+
+def plan_fp8(fp8: Fp8Options, model: DecoderConfig, tp: int, layers: Table | None) -> list[str]:
+    """Return what would compute in FP8 on this machine, or why that cannot, and how each layer's products run, a line each."""
+    if layers is None:
+        return []
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        choice = choose_backend(fp8, device, linear_layers(model), tp)
+        first = f"fp8: on this machine {choice.backend.name}: {choice.reason}"
+    except ConfigError as error:
+        first = f"fp8: not on this machine: {error}"
+    return [first] + [f"  {line}" for line in in_words(layers)]

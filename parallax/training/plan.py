@@ -23,7 +23,10 @@ from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.simulator import simulate
+from parallax.precision.options import Fp8Options
+from parallax.precision.recipe import Table
 from parallax.tensor_parallel.vocabulary import padded_vocab_size
+from parallax.training.build import plan_fp8
 from parallax.training.memory import (
     Memory,
     Shapes,
@@ -106,6 +109,10 @@ class PlannedRun(Protocol):
     def training(self) -> TrainingOptions: ...
     @property
     def optimizer(self) -> OptimizerOptions: ...
+    @property
+    def fp8(self) -> Fp8Options: ...
+    @property
+    def fp8_layers(self) -> Table | None: ...
     @property
     def stage_ranges(self) -> list[range]: ...
     @property
@@ -242,6 +249,8 @@ def print_plan(run: PlannedRun) -> None:
         console.print(line)
     if run.why_schedule is not None:
         console.print(f"schedule: {run.why_schedule}")
+    for line in plan_fp8(run.fp8, run.model_config, run.layout.tp, run.fp8_layers):
+        console.print(line, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = "stages layers ranks parameters in_flight weights gradients optimizer activations working total tp pp dp".split()
     for name in names:

@@ -14,6 +14,7 @@ from parallax.data_parallel.options import ZERO_STAGES
 from parallax.mesh import Mesh
 from parallax.models.config import num_parameters
 from parallax.objectives.next_token import NextToken
+from parallax.precision.recipe import in_words
 from parallax.resolve import read_options, resolve, world_size_of
 from parallax.training.build import build_train_step
 from parallax.training.plan import Plan, make_plan, print_plan
@@ -166,6 +167,30 @@ def test_the_plan_is_printed_whole_by_one_rank(
     monkeypatch.setenv("RANK", "1")
     print_plan(config)
     assert capsys.readouterr().out == ""
+
+
+def test_the_plan_says_how_layers_run_in_fp8_and_what_would_compute_on_this_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = config_of("--model tiny --precision fp8 --fp8-keep layers.0 --fp8-format hybrid")
+    print_plan(config)
+    shown = capsys.readouterr().out
+    table = in_words(config.fp8_layers or {})
+    assert any("dgrad e5m2 1x128 x e4m3 128x128" in line for line in table) and any("bf16" in line for line in table)
+    for line in table:
+        assert f"  {line}\n" in shown
+    assert "\nfp8: on this machine " in shown
+    print_plan(config_of("--model tiny --precision bf16"))
+    assert "fp8" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_backend_that_cannot_run_here_is_told_and_does_not_end_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(config_of("--model tiny --precision fp8 --fp8-backend te --fp8-recipe delayed --world-size 8 --dp 8"))
+    shown = capsys.readouterr().out
+    assert "fp8: not on this machine: --fp8-backend te: needs an NVIDIA GPU, and this run is on cpu" in shown
+    assert "\n  model.layers.0-7.mlp.down_proj     e4m3 tensor x e4m3 tensor\n" in shown
+    assert "Memory of each rank" in shown
 
 
 def test_the_plan_says_why_auto_chose_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
