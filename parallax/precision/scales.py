@@ -44,6 +44,11 @@ class Scales:
         self.amax = torch.zeros(count, len(TENSORS), device=device)  # of the step that is under way
         self.scale = torch.ones(count, len(TENSORS), device=device)
         self.known = False  # whether a step has been measured
+        rows: dict[Group | None, list[int]] = {}
+        for index, group in enumerate(layers.values()):
+            rows.setdefault(group, []).append(index)
+        # On the device from the start: a list as an index would be copied there in each step, and the host would wait for it.
+        self._rows = {group: torch.tensor(indices).to(device) for group, indices in rows.items()}
 
     def slots(self, layer: str) -> Slots:
         return Slots(self, list(self.layers).index(layer))
@@ -55,15 +60,12 @@ class Scales:
         """
         # The maximum of a group need not keep NaN; inf has the same effect.
         self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        rows: dict[Group | None, list[int]] = {}
-        for index, group in enumerate(self.layers.values()):
-            rows.setdefault(group, []).append(index)
-        for group, indices in rows.items():
+        for group, indices in self._rows.items():
             if group is not None:
                 self.amax[indices] = all_reduce_(self.amax[indices], group, op="max")
         infinite = self.amax.isinf().sum(1).double()
         return sum(
-            (infinite[indices].sum() / size_of(group) for group, indices in rows.items()), infinite.new_zeros(())
+            (infinite[indices].sum() / size_of(group) for group, indices in self._rows.items()), infinite.new_zeros(())
         )
 
     def finish_step(self, skip: torch.Tensor | None = None) -> None:

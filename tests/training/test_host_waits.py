@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parallax.mesh import Layout, Mesh
+from parallax.precision.options import Fp8Options
 from parallax.training.faults import Judge
 from parallax.training.step import TrainStep
 from tests.distributed.harness import run_layout
@@ -44,6 +45,12 @@ CASES: dict[str, tuple[Layout, Case, tuple[str, ...]]] = {
     "recomputed, in chunks": (Layout(), replace(BF16, recompute="full", loss_chunk=8), ()),
     "muon": (Layout(), replace(BF16, optimizer="muon"), ()),
     "packed rows": (Layout(dp=2), BF16, (PACKED, SPIKES)),
+    "fp8, tiles": (Layout(tp=2), replace(BF16, precision="fp8", fp8=Fp8Options(fp8_backend="reference")), ()),
+    "fp8, delayed": (
+        Layout(dp=2),
+        replace(BF16, precision="fp8", fp8=Fp8Options(fp8_recipe="delayed", fp8_backend="reference")),
+        (),
+    ),
 }
 
 
@@ -67,6 +74,8 @@ def _waits(mesh: Mesh, names: Sequence[str]) -> dict[str, list[str]]:
         def make(mesh: Mesh, case: Case = case, parts: tuple[str, ...] = parts) -> TrainStep:
             step = build(mesh, case)
             step.judge = Judge(mesh.device, spike_factor=2.0 if SPIKES in parts else None)
+            if step.fp8 is not None and step.fp8.scales is not None:
+                step.fp8.scales.known = True  # the first step asks once whether it was measured
             return step
 
         def batches(mesh: Mesh, case: Case = case, parts: tuple[str, ...] = parts) -> Batches:
@@ -76,7 +85,7 @@ def _waits(mesh: Mesh, names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-ALWAYS = ["dp 2, zero 1", "dp 2, zero 3", "pp 2", "tp 2, sequence parallel", "packed rows"]
+ALWAYS = ["dp 2, zero 1", "dp 2, zero 3", "pp 2", "tp 2, sequence parallel", "packed rows", "fp8, delayed"]
 
 
 @pytest.mark.parametrize("names", [ALWAYS, pytest.param([*CASES], marks=pytest.mark.slow)], ids=["some", "all"])
