@@ -9,6 +9,7 @@ from typing import Any
 
 from parallax.data.checksums import changed_files
 from parallax.models.options import ModelOptions
+from parallax.precision.options import Fp8Options
 
 # Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
 # name is told by their fingerprints, not by their paths.
@@ -30,6 +31,8 @@ class Difference:
     harmless: bool
 
     def __str__(self) -> str:
+        if self.name == "fp8_layers":
+            return "the same options give another table of FP8 layers in this version of the program"
         if self.name in _FINGERPRINTS:
             return f"the {self.name} is not the same"
         return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
@@ -39,6 +42,7 @@ class Difference:
 _FINGERPRINTS = frozenset({"data", "tokenizer", "fp8_layers"})
 _DATA_CHANGED = "the data is not the same"  # said only where no file of it is known to differ
 _FOLLOWING_STEPS = frozenset({"warmup_steps", "lr_decay_steps"})
+_FP8_DEFAULTS = dataclasses.asdict(Fp8Options())
 
 
 def _shown(value: Any) -> str:
@@ -67,6 +71,7 @@ _MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptio
 def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return, each as a clause, the differences that would make a resumed run another one."""
     found = [difference for difference in differences(before, now) if not difference.harmless]
+    found = [difference for difference in found if not _follows(difference, {each.name for each in found})]
     other_program = [str(difference) for difference in found if difference.name == "program"]
     if other_program:
         return other_program  # then everything else differs too
@@ -83,3 +88,14 @@ def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str
         if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):
             clauses = [*(clause for clause in clauses if clause != _DATA_CHANGED), *files]
     return clauses
+
+
+def _follows(difference: Difference, names: set[str]) -> bool:
+    """Whether a difference of FP8 only follows from another one among `names`, and cannot be undone by itself."""
+    if difference.name == "fp8_layers":
+        return not names <= _FINGERPRINTS | {"data_files"}
+    return (
+        "precision" in names
+        and difference.name in _FP8_DEFAULTS
+        and difference.before in (None, _FP8_DEFAULTS[difference.name])
+    )

@@ -278,6 +278,30 @@ def test_fingerprints_are_compared_where_they_were_added() -> None:
     assert changes_that_matter(saved | {"data": "a"}, saved | {"data": "b"}) == ["the data is not the same"]
 
 
+def test_of_fp8_only_what_an_option_can_undo_is_told() -> None:
+    bf16, tile = config_of("--precision bf16").to_dict(), config_of("--precision fp8").to_dict()
+    delayed = config_of("--precision fp8 --fp8-recipe delayed --fp8-format hybrid --fp8-keep layers.0").to_dict()
+    assert changes_that_matter(bf16, delayed) == ["precision was bf16 and is now fp8"]
+    assert changes_that_matter(tile, bf16) == ["precision was fp8 and is now bf16"]
+    assert changes_that_matter(delayed, bf16) == [
+        "precision was fp8 and is now bf16",
+        "fp8-recipe was delayed and is now unset",
+        "fp8-format was hybrid and is now unset",
+        "fp8-keep was layers.0 and is now unset",
+    ]
+    assert changes_that_matter(tile, config_of("--precision fp8 --fp8-scales pow2").to_dict()) == [
+        "fp8-scales was fp32 and is now pow2"
+    ]
+    assert changes_that_matter(tile, config_of("--precision fp8 --layers 9").to_dict()) == [
+        "num-hidden-layers was 8 and is now 9"
+    ]
+    other_table = tile | {"fp8_layers": delayed["fp8_layers"]}  # of another version of the program
+    assert changes_that_matter(tile, other_table | {"data": "b"}) == [
+        "the fp8_layers is not the same",
+        "the data is not the same",
+    ]
+
+
 def test_every_name_that_is_called_harmless_is_an_option() -> None:
     assert {flag.path[1] for flag in FLAGS.values()} >= HARMLESS
 
