@@ -297,7 +297,7 @@ def test_of_fp8_only_what_an_option_can_undo_is_told() -> None:
     ]
     other_table = tile | {"fp8_layers": delayed["fp8_layers"]}  # of another version of the program
     assert changes_that_matter(tile, other_table | {"data": "b"}) == [
-        "the fp8_layers is not the same",
+        "the same options give another table of FP8 layers in this version of the program",
         "the data is not the same",
     ]
 
