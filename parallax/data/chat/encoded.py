@@ -39,13 +39,14 @@ class EncodedChat:
 
 
 class ChatEncoder(Protocol):
-    """A tokenizer and a chat template together. `name` and `fingerprint` are the template's.
+    """A tokenizer and a chat template together. `name` and `fingerprint` are the template's, `vocab_size` is the tokenizer's.
 
     template: the same as jinja, for `transformers`; None where the tokenizer's own files hold it. notice: why it is this template,
     where nobody asked for it and the user should know.
     """
 
     name: str
+    vocab_size: int
     notice: str
     fingerprint: str
     template: str | None
@@ -81,8 +82,8 @@ def token_weights(encoded: EncodedChat, chat: Chat, train_on: TrainOn, template:
         weights[turn.start : turn.stop] = weight
         if weight and not turn.ends and train_on != "full":
             raise BadChat(
-                f"the chat template of {template} writes no end of turn behind message {turn.message + 1}, so the model would "
-                "not learn to stop"
+                f"the chat template of {template} writes no end of turn behind message {turn.message + 1}, or only white space, "
+                "which answers hold too, so the model would not learn to stop"
             )
         if weight and turn.start == turn.stop:
             raise BadChat(f"the chat template of {template} gives message {turn.message + 1} no token to learn")

@@ -10,8 +10,8 @@ given. So each chat is written once more for each turn, with a placeholder in th
 If the written chat begins with `before` and ends with `after`, what lies between them is the turn's content, to the character,
 however the template changed it. If it does not (a thought that only the last turn keeps), the turn lies between the chats written
 up to it, with and without it; if those are not prefixes of the whole either, the chat is refused. The end of turn is what the
-template writes behind the content both where the conversation ends and where it goes on: up to its first special token, or,
-without one, all of it but white space at its end.
+template writes behind the content whatever follows, so both where the conversation ends and where it goes on: up to its first
+special token, or, without one, all of it but white space at its end. White space alone is no end: an answer may hold it, too.
 
 The text is tokenized once, as `transformers` does, and a token is trained if any of its characters is: a token that holds the end
 of a header and the beginning of the answer is the answer's. That is the rule by which `transformers` reads {% generation %} marks,
@@ -29,6 +29,7 @@ from typing import Any
 
 from parallax.data.cache import digest
 from parallax.data.chat.encoded import EncodedChat, Turn
+from parallax.data.chat.left_out import CompletenessCheck, placeholder
 from parallax.data.chat.marked_text import tokens_touching, with_fast_tokenizer
 from parallax.data.chat.records import BadChat, Chat, Message
 from parallax.data.chat.templates import DEFAULT_TEMPLATE, MARKUPS, jinja_of
@@ -50,10 +51,11 @@ class HuggingFaceTemplate:
         self.notice = notice
         self.tokenizer = tokenizer
         self.template = template
-        self._added = _added_tokens(tokenizer)
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self._special = _special_tokens(tokenizer)
         core = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None
         self._fast = with_fast_tokenizer(core) if core is not None else None
-        self._complete: set[tuple[str, ...]] = set()  # sequences of roles of which the template leaves out none
+        self._check_complete = CompletenessCheck(self._render, name)
         texts = (template or tokenizer.chat_template, tokenizer.special_tokens_map)
         vocabulary = core or json.dumps(tokenizer.get_vocab(), sort_keys=True)
         self.fingerprint = digest("hugging face template", json.dumps(texts, default=str, sort_keys=True), vocabulary)
@@ -61,7 +63,7 @@ class HuggingFaceTemplate:
 
     def encode(self, chat: Chat) -> EncodedChat:
         text = self._render(chat.messages, chat.tools)
-        self._check_nothing_is_left_out(chat, text)
+        self._check_complete(chat, text)
         places = [(k, *self._place(chat, k, text)) for k in chat.assistant_turns]
         ids, borders = self._tokenize(text, [(start, stop) for _, start, stop, _ in places])
         turns = [Turn(k, *border, ends) for (k, _, _, ends), border in zip(places, borders, strict=True)]
@@ -89,42 +91,22 @@ class HuggingFaceTemplate:
         from jinja2 import TemplateSyntaxError
 
         try:
-            text = self._render(_with_content(PROBE, 1, _placeholder("")))
+            text = self._render(_with_content(PROBE, 1, placeholder("")))
         except BadChat as error:
             if isinstance(error.__cause__, TemplateSyntaxError):
                 raise ConfigError(f"the chat template of {self.name} is no valid Jinja ({error.__cause__}).") from error
             return  # one that does not like this chat, such as one that wants a system message; others may do
-        if _placeholder("") not in text:
+        if placeholder("") not in text:
             raise ConfigError(
                 f"the chat template of {self.name} writes nothing of what the assistant says, so no token would be trained; "
                 "give another with --template."
             )
 
-    def _check_nothing_is_left_out(self, chat: Chat, text: str) -> None:
-        if chat.tools and self._render(chat.messages) == text:
-            raise BadChat(f"the chat template of {self.name} knows no tools and leaves them out")
-        roles = tuple(message["role"] for message in chat.messages if message["content"])
-        if roles in self._complete:
-            return
-        marked = list(chat.messages)
-        marks = {k: f"{_placeholder(text)}{k}x" for k, message in enumerate(chat.messages) if message["content"]}
-        for k, mark in marks.items():
-            marked[k] = {**marked[k], "content": mark}
-        try:
-            written = self._render(marked, chat.tools)
-        except BadChat:
-            return  # a template that reads what messages say, and does not like these
-        for k, mark in marks.items():
-            if mark not in written:
-                role = chat.messages[k]["role"]
-                raise BadChat(f"the chat template of {self.name} leaves out message {k + 1}, of the role {role}")
-        self._complete.add(roles)
-
     def _place(self, chat: Chat, k: int, text: str) -> tuple[int, int, bool]:
         """Return where in `text` the content of message k begins, where its end of turn ends, and whether it has one."""
-        mark = _placeholder(text)
+        mark = placeholder(text)
         try:
-            before, after = self._around(_with_content(chat.messages, k, mark), chat, mark)
+            before, after = self._around(_with_content(chat.messages, k, mark), chat.tools, mark)
         except BadChat:  # such as a tool's answer to a call that the placeholder does not make
             return self._place_by_prefixes(chat, k, text)
         start, stop = len(before), len(text) - len(after)
@@ -133,17 +115,40 @@ class HuggingFaceTemplate:
         message = chat.messages[k]
         if "tool_calls" in message and text[start:stop].strip() == message["content"].strip():
             raise BadChat(f"the chat template of {self.name} leaves out the tool calls of message {k + 1}")
-        tail = after
-        if k + 1 < len(chat.messages):
-            _, at_the_end = self._around(_with_content(chat.messages[: k + 1], k, mark), chat, mark)
-            tail = _common_beginning(after, at_the_end)
-            if self._has_added_token(at_the_end) and not self._has_added_token(tail):
-                return start, stop, False  # only the last turn of a conversation is ended
-        length = self._length_of_end(tail)
-        return start, stop + length, length > 0
+        end = self._end_of_turn(chat, k, mark, after)
+        return start, stop + len(end), bool(end)
 
-    def _around(self, messages: Sequence[Message], chat: Chat, mark: str) -> tuple[str, str]:
-        written = self._render(messages, chat.tools)
+    def _end_of_turn(self, chat: Chat, k: int, mark: str, after: str) -> str:
+        """Return what the template writes behind the content of message k whatever follows; "" where that is white space alone.
+
+        after: what it writes there in this chat.
+        """
+        until = _with_content(chat.messages[: k + 1], k, mark)
+        is_last = k + 1 == len(chat.messages)
+        at_the_end = after if is_last else self._around(until, chat.tools, mark)[1]
+        found = self._special.search(at_the_end)
+        if is_last and found and not (at_the_end[: found.start()] + at_the_end[found.end() :]).strip():
+            return at_the_end[: found.end()]  # nothing but a special token: no need to see how the chat would go on
+        follows = after
+        if is_last:
+            follows = self._around([*until, {"role": "user", "content": "so"}], chat.tools, mark)[1]
+        end = self._common_beginning(at_the_end, follows)
+        if len(end) < len(
+            at_the_end
+        ):  # what the template puts last, such as the system's words, may begin like what follows
+            bare = [message for message in until if message["role"] != "system"]
+            try:
+                end = self._common_beginning(end, self._around(bare, (), mark)[1])
+            except BadChat:
+                pass
+        if ends := self._special.search(end):
+            return end[: ends.end()]
+        if not end.strip() and is_last and found:
+            return at_the_end[: found.end()]  # a template that ends the last turn of a chat alone
+        return end.rstrip()
+
+    def _around(self, messages: Sequence[Message], tools: Sequence[Any], mark: str) -> tuple[str, str]:
+        written = self._render(messages, tools)
         if written.count(mark) != 1:
             raise BadChat(
                 f"the chat template of {self.name} writes an assistant's message {written.count(mark)} times, not once"
@@ -154,27 +159,32 @@ class HuggingFaceTemplate:
     def _place_by_prefixes(self, chat: Chat, k: int, text: str) -> tuple[int, int, bool]:
         header = self._render(chat.messages[:k], chat.tools, add_generation_prompt=True)
         until = self._render(chat.messages[: k + 1], chat.tools)
-        if not (text.startswith(until) and until.startswith(header)):
+        if not text.startswith(until):
             raise BadChat(
                 f"the chat template of {self.name} writes message {k + 1} differently once others follow, so that its place "
                 "cannot be told; use a template that does not change earlier turns"
             )
-        mark = _placeholder(text)
-        _, tail = self._around(_with_content(chat.messages[: k + 1], k, mark), chat, mark)
+        if not until.startswith(header):
+            raise BadChat(
+                f"the chat template of {self.name} writes before message {k + 1} something else than before an answer that is yet "
+                "to be given, and what it is depends on the message, so that its place cannot be told; use a template that begins "
+                "each turn of the assistant as it ends a prompt (add_generation_prompt)"
+            )
+        mark = placeholder(text)
+        _, tail = self._around(_with_content(chat.messages[: k + 1], k, mark), chat.tools, mark)
         if until.endswith(tail) and len(header) + len(tail) <= len(until):
-            length = self._length_of_end(tail)
-            return len(header), len(until) - len(tail) + length, length > 0
+            end = self._end_of_turn(chat, k, mark, text[len(until) - len(tail) :])
+            return len(header), len(until) - len(tail) + len(end), bool(end)
         # A turn with an end of its own, such as Llama-3.1's <|eom_id|> behind a call: the special token that it ends with.
         stop = len(until.rstrip())
-        last = [found.end() for found in self._added.finditer(until)][-1:] if self._added is not None else []
+        last = [found.end() for found in self._special.finditer(until)][-1:]
         return len(header), stop, last == [stop]
 
-    def _length_of_end(self, tail: str) -> int:
-        found = self._added.search(tail) if self._added is not None else None
-        return found.end() if found else len(tail.rstrip()) or len(tail)
-
-    def _has_added_token(self, text: str) -> bool:
-        return self._added is not None and self._added.search(text) is not None
+    def _common_beginning(self, a: str, b: str) -> str:
+        """Return the longest text that both begin with, and that ends inside of no special token of either."""
+        length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        cut = [found.start() for text in (a, b) for found in self._special.finditer(text) if found.end() > length]
+        return a[: min([length, *cut])]
 
     def _tokenize(self, text: str, places: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text and, for each half-open range of characters, the range of the tokens that touch it."""
@@ -238,19 +248,8 @@ def _with_content(messages: Sequence[Message], k: int, content: str) -> list[Mes
     return [*messages[:k], {"role": messages[k]["role"], "content": content}, *messages[k + 1 :]]
 
 
-def _common_beginning(a: str, b: str) -> str:
-    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
-
-
-def _placeholder(text: str) -> str:
-    """Return a word that is not in `text`."""
-    number = 0
-    while (mark := f"placeholder{number}x") in text:
-        number += 1
-    return mark
-
-
-def _added_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    names = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Return what finds the names of special tokens; tokens that were added as ordinary words, such as a line end, mark nothing."""
+    names = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    longest_first = sorted(filter(None, names | set(tokenizer.all_special_tokens)), key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

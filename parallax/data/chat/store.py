@@ -29,7 +29,7 @@ from parallax.data.checksums import DataFile, file_records, fingerprint_of
 from parallax.data.corpus import Corpus, TextFile, standard_library
 from parallax.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Located = tuple[str, int, Chat | BadChat]  # file, line
 

@@ -153,6 +153,7 @@ class OwnTemplate:
         self.name = name
         self.markup = MARKUPS[name]
         self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
         self._encode = encoder_of(tokenizer)
         self._bos, self._eos = _special_names(tokenizer)
         self.template: str | None = jinja_of(name, tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from parallax.data.chat.encoded import spans, token_weights
 from parallax.data.chat.hugging_face import HuggingFaceTemplate
@@ -214,6 +215,104 @@ def test_a_template_that_leaves_something_out_says_so() -> None:
     no_system = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
     with pytest.raises(BadChat, match="chat template of test leaves out message 1, of the role system"):
         encode(BYTES, no_system, chat_of(("system", "s"), ("user", "q"), ("assistant", "a")))
+
+
+# As a template that writes a call in place of what is said beside it, and only the first of several.
+ONE_CALL = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.tool_calls %}{{- m.tool_calls[0].function | tojson }}{%- else %}{{- m.content }}{%- endif %}
+{{- '<|im_end|>\\n' }}{%- endfor %}"""
+TOOLS_FOR_SYSTEM = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'system' and tools %}{{- tools | tojson }}{%- else %}{{- m.content }}{%- endif %}
+{{- '<|im_end|>\\n' }}{%- endfor %}"""
+
+
+def test_what_is_left_out_of_one_kind_of_chat_is_told_after_chats_of_another_kind_too() -> None:
+    """Kinds differ by tools and calls, not by roles alone."""
+    encoder = HuggingFaceTemplate(BYTES, "test", ONE_CALL)
+    encoder.encode(chat_of(("user", "q"), ("assistant", "a")))
+    with pytest.raises(BadChat, match="chat template of test leaves out message 2, of the role assistant"):
+        encoder.encode(chat_of(("user", "q"), {**CALL, "content": "so:"}))
+    encoder = HuggingFaceTemplate(BYTES, "test", TOOLS_FOR_SYSTEM)
+    messages = (("system", "s"), ("user", "q"), ("assistant", "a"))
+    encoder.encode(chat_of(*messages))
+    with pytest.raises(BadChat, match="chat template of test leaves out message 1, of the role system"):
+        encoder.encode(chat_of(*messages, tools=[{"name": "f"}]))
+
+
+def test_each_of_several_calls_must_be_written() -> None:
+    encoder = HuggingFaceTemplate(BYTES, "test", ONE_CALL)
+    encoder.encode(chat_of(("user", "q"), CALL))
+    with pytest.raises(BadChat, match="chat template of test leaves out call 2 of the tool calls of message 2"):
+        encoder.encode(chat_of(("user", "q"), {**CALL, "tool_calls": CALL["tool_calls"] * 2}))
+    twice = chat_of(("user", "q"), {**CALL, "tool_calls": CALL["tool_calls"] * 2})
+    assert trained_texts(BYTES, made.QWEN, twice) == [f"{WRITTEN_CALL}\n{WRITTEN_CALL}<|im_end|>"]
+
+
+def test_a_token_that_is_no_special_one_ends_no_turn() -> None:
+    """A line end that was added to the vocabulary as a word, behind which the end of turn stands."""
+    tokenizer = made.single_bytes()
+    tokenizer.add_tokens(["\n"])
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n<|im_end|>\n' }}{% endfor %}"
+    chat = chat_of(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    assert trained_texts(tokenizer, template, chat) == ["b\n<|im_end|>", "d\n<|im_end|>"]
+
+
+def with_swallowing(name: str) -> Any:
+    """A tokenizer with a token that takes the white space behind it, as <|assistant|> of Phi-3."""
+    tokenizer = made.single_bytes()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(name, rstrip=True, normalized=False)]})
+    return tokenizer
+
+
+@pytest.mark.parametrize("content", ["b", "\nb", "  b", " "])
+def test_a_token_of_the_header_that_swallows_white_space_is_not_the_assistants(content: str) -> None:
+    tokenizer = with_swallowing("<|assistant|>")
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    chat = chat_of(("user", "a"), ("assistant", content), ("user", "c"), ("assistant", "d"))
+    assert trained_texts(tokenizer, template, chat) == [content.strip() + "<|im_end|>", "d<|im_end|>"]
+
+
+# Phi-3's form: every turn ends with a marker and a line end, and the conversation with the end of text.
+PHI3 = """\
+{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}"""
+SYSTEM_LAST = """\
+{%- for m in messages if m.role != 'system' %}{{- '### ' + m.role + '\\n' + m.content + '\\n### end\\n\\n' }}{%- endfor %}
+{%- for m in messages if m.role == 'system' %}{{- '### system\\n' + m.content }}{%- endfor %}"""
+
+
+@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
+def test_the_end_of_turn_is_what_follows_every_turn_and_not_what_ends_the_conversation(eos: str) -> None:
+    """In a vocabulary without the markers, where the last turn has more behind it than the others."""
+    tokenizer = made.single_bytes(eos)
+    chat = chat_of(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d "))
+    assert trained_texts(tokenizer, PHI3, chat) == ["b<|end|>", "d <|end|>"]
+    assert trained_texts(tokenizer, PHI3, chat_of(("user", "a"), ("assistant", "b"))) == ["b<|end|>"]
+    with_system = chat_of(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    assert trained_texts(tokenizer, SYSTEM_LAST, with_system) == ["b\n### end", "d\n### end"]
+    short = chat_of(("system", "s"), ("user", "a"), ("assistant", "b"))
+    assert trained_texts(tokenizer, SYSTEM_LAST, short) == ["b\n### end"]
+
+
+def test_white_space_which_an_answer_may_hold_too_ends_no_turn() -> None:
+    template = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
+    chat = chat_of(("user", "a"), ("assistant", "one\n\ntwo"), ("user", "c"), ("assistant", "d"))
+    with pytest.raises(
+        BadChat, match="writes no end of turn behind message 2, or only white space, which answers hold"
+    ):
+        encode(BYTES, template, chat)
+    assert len(trained_texts(BYTES, template, chat, "full")) == 1
+
+
+def test_a_header_that_depends_on_the_answer_is_told_as_such() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + (m.content | length | string) + '\n' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(BadChat, match="writes before message 2 something else than before an answer that is yet to be"):
+        encode(BYTES, template, chat_of(("user", "a"), ("assistant", "b")))
 
 
 def test_what_the_template_refuses_is_told_in_its_own_words() -> None:
