@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from parallax.precision.options import LARGEST_MARGIN
 from parallax.precision.tiles import MAXIMUM, check_format
 
 ALGORITHMS = ("max", "most_recent")
@@ -26,7 +27,8 @@ ALGORITHMS = ("max", "most_recent")
 class DelayedScaling:
     """The scales of tensors whose amaxes are told once a step.
 
-    amax_history_len: steps whose amaxes count, this one included. margin: powers of two left above the amax.
+    amax_history_len: steps whose amaxes count, this one included. margin: powers of two left above the amax, 0 to 8: with more,
+    the scale of the greatest amax would have no reciprocal in fp32.
     fp8_format: "e4m3" or "e5m2". algorithm: "max" of the history, or its "most_recent" amax.
     shape: of `scale`; () for one tensor. Before the first update every scale is 1.
     Raises ValueError for arguments that are none of these.
@@ -43,8 +45,10 @@ class DelayedScaling:
         device: torch.device | str = "cpu",
     ) -> None:
         check_format(fp8_format)
-        if amax_history_len < 1:
-            raise ValueError(f"amax_history_len={amax_history_len} must be at least 1")
+        if type(amax_history_len) is not int or amax_history_len < 1:
+            raise ValueError(f"amax_history_len={amax_history_len} must be at least 1, and a whole number")
+        if type(margin) is not int or not 0 <= margin <= LARGEST_MARGIN:
+            raise ValueError(f"margin={margin} must be between 0 and {LARGEST_MARGIN}, and a whole number")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"the algorithm {algorithm!r} is unknown; use {' or '.join(map(repr, ALGORITHMS))}")
         self.margin, self.fp8_format, self.algorithm = margin, fp8_format, algorithm
@@ -56,13 +60,16 @@ class DelayedScaling:
     def scale_inv(self) -> torch.Tensor:
         return self.scale.reciprocal()
 
-    @torch.no_grad()
     def update(self, amax: torch.Tensor | float) -> None:
         """Take in the amaxes of the step that is over, and make the scales of the next one.
 
+        amax: in the shape of `scale`, or one number for all. Raises ValueError for another shape.
         Warns when one is inf or NaN: it keeps its scale from changing until it has left the history.
         """
-        now = torch.as_tensor(amax, dtype=torch.float32, device=self.scale.device).expand(self.scale.shape)
+        now = torch.as_tensor(amax, dtype=torch.float32, device=self.scale.device)
+        if now.shape not in ((), self.scale.shape):
+            raise ValueError(f"amax has the shape {list(now.shape)}, and the scales have {list(self.scale.shape)}")
+        now = now.expand(self.scale.shape)
         self.advance(now)
         if infinite := int((~now.isfinite()).sum()):
             warnings.warn(self.describe_infinite(infinite), stacklevel=2)

@@ -10,6 +10,7 @@ from parallax.flags import named
 from parallax.precision.recipe import Recipe, unmatched
 
 MULTIPLE = 16  # elements: tensor cores take FP8 in lines of 16 bytes
+LARGEST_MARGIN = 8  # more, and the delayed scale of fp32's greatest number would have no reciprocal
 ROW_PARALLEL = ("o_proj", "down_proj")  # whose inputs tensor parallelism cuts, and not their outputs
 
 Layers = Mapping[str, tuple[int, int]]  # {name: (outputs, inputs)}
@@ -71,8 +72,8 @@ class Fp8Options:
             ]
         if not 1 <= self.fp8_amax_history <= 4096:
             problems.append(f"--fp8-amax-history {self.fp8_amax_history} must be between 1 and 4096")
-        if not 0 <= self.fp8_margin <= 8:
-            problems.append(f"--fp8-margin {self.fp8_margin} must be between 0 and 8")
+        if not 0 <= self.fp8_margin <= LARGEST_MARGIN:
+            problems.append(f"--fp8-margin {self.fp8_margin} must be between 0 and {LARGEST_MARGIN}")
         return problems
 
     def check_model(self, layers: Layers, seq_len: int, tp: int = 1) -> list[str]:

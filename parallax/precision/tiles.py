@@ -29,28 +29,45 @@ def quantize_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, scale_inv): `x` in FP8, and the fp32 factor of each tile that brings it back.
 
-    x: `[..., rows, columns]`, any floating type; more than fp32 is rounded to fp32 first. tile: (rows, columns) of a tile.
+    x: `[..., rows, columns]`, of a floating type; more than fp32 is rounded to fp32 first. tile: (rows, columns) of a tile.
     fp8_format: "e4m3" or "e5m2". q has the shape of x, scale_inv `[..., ceil(rows / tile rows), ceil(columns / tile columns)]`.
-    Raises ValueError for an unknown format, a tile without elements or an x that is no matrix.
+    Raises ValueError for an unknown format, a tile that is not two positive ints, or an x that is no matrix or of another type.
     """
     check_format(fp8_format)
-    if x.ndim < 2 or min(tile) < 1:
-        raise ValueError(
-            f"tiles of {tile} need a matrix and at least one row and column, not the shape {list(x.shape)}"
-        )
+    _check_matrix(x, tile)
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"x is {x.dtype}, and only floating types are quantised; pass x.float()")
     values = x.float()
     scale = scale_of(tile_amax(values, tile), fp8_format, power_of_two_scales)
     return cast_to_fp8(scaled_by_tile(values, scale, tile), fp8_format), scale.reciprocal()
 
 
 def dequantize_tiles(q: torch.Tensor, scale_inv: torch.Tensor, tile: Tile = (1, TILE_SIZE)) -> torch.Tensor:
-    """Return q * scale_inv, fp32 in the shape of q; `tile` as it was quantised."""
+    """Return q * scale_inv, fp32 in the shape of q; `tile` as it was quantised.
+
+    Raises ValueError for a tile that is not two positive ints, a q that is no matrix, or scales that are not one for each tile.
+    """
+    _check_matrix(q, tile)
+    expected = [*q.shape[:-2], *(-(-size // part) for size, part in zip(q.shape[-2:], tile, strict=True))]
+    if list(scale_inv.shape) != expected:
+        raise ValueError(
+            f"scale_inv has the shape {list(scale_inv.shape)}; a q of the shape {list(q.shape)} in tiles of {tile} has {expected}"
+        )
     return scaled_by_tile(q.float(), scale_inv, tile)
 
 
 def check_format(fp8_format: str) -> None:
     if fp8_format not in DTYPES:
         raise ValueError(f"the FP8 format {fp8_format!r} is unknown; use {' or '.join(map(repr, DTYPES))}")
+
+
+def _check_matrix(x: torch.Tensor, tile: Tile) -> None:
+    if not isinstance(tile, tuple | list) or len(tile) != 2 or any(type(size) is not int or size < 1 for size in tile):
+        raise ValueError(f"the tile {tile} must be two whole numbers of at least 1: rows and columns, as in (1, 128)")
+    if x.ndim < 2:
+        raise ValueError(
+            f"tiles are those of a matrix, and the shape {list(x.shape)} is none; give it at least two dims"
+        )
 
 
 def tile_amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:

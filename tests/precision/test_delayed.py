@@ -56,6 +56,21 @@ def test_an_infinite_amax_is_told_and_holds_the_scale_only_as_long_as_the_histor
             assert scaling.scale.item() == expected
 
 
+def test_the_warning_of_an_infinite_amax_points_at_the_caller() -> None:
+    with pytest.warns(UserWarning, match="infinite") as told:
+        DelayedScaling().update(math.inf)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.parametrize("fp8_format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("amax", [1e-45, 1e-30, torch.finfo(torch.float32).max])
+def test_no_margin_takes_a_scale_or_its_reciprocal_out_of_range(fp8_format: str, amax: float) -> None:
+    for margin in range(9):
+        scaling = DelayedScaling(1, margin, fp8_format)
+        scaling.update(amax)
+        assert 0 < scaling.scale.item() < math.inf and 0 < scaling.scale_inv.item() < math.inf
+
+
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_a_step_that_does_not_count_leaves_everything_as_it_was(algorithm: str) -> None:
     scaling, other = (DelayedScaling(3, algorithm=algorithm, shape=(2,)) for _ in range(2))
@@ -97,5 +112,13 @@ def test_a_state_goes_on_bit_for_bit() -> None:
 def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="amax_history_len=0 must be at least 1"):
         DelayedScaling(0)
+    with pytest.raises(ValueError, match=r"amax_history_len=2\.5 must be at least 1, and a whole number"):
+        DelayedScaling(2.5)  # type: ignore[arg-type]
+    for margin in (-1, 9, 200, 2000, 1.5):
+        with pytest.raises(ValueError, match=f"margin={margin} must be between 0 and 8, and a whole number"):
+            DelayedScaling(margin=margin)  # type: ignore[arg-type]
+    for shape, amax in (((), torch.ones(1)), ((), [1.0, 2.0]), ((3,), torch.ones(1)), ((3,), torch.ones(2, 3))):
+        with pytest.raises(ValueError, match=r"amax has the shape \[[\d, ]+\], and the scales have"):
+            DelayedScaling(shape=shape).update(amax)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'mean' is unknown; use 'max' or 'most_recent'"):
         DelayedScaling(algorithm="mean")

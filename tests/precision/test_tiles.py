@@ -172,5 +172,16 @@ def test_a_matrix_without_rows_has_no_tiles() -> None:
 def test_what_cannot_be_quantised_is_refused() -> None:
     with pytest.raises(ValueError, match="'e3m4' is unknown; use 'e4m3' or 'e5m2'"):
         quantize_tiles(torch.ones(2, 2), fp8_format="e3m4")
-    with pytest.raises(ValueError, match=r"need a matrix and at least one row and column, not the shape \[2\]"):
-        quantize_tiles(torch.ones(2))
+    q, scale_inv = quantize_tiles(torch.ones(3, 200))
+    for call in (quantize_tiles, lambda x, *tile: dequantize_tiles(x, scale_inv, *tile)):
+        with pytest.raises(ValueError, match=r"the shape \[2\] is none"):
+            call(torch.ones(2))
+        for tile in ((0, 128), (1, -1), 128, (128,), (1, 128, 1), (1.0, 128), ("1", 128), (True, 128)):
+            with pytest.raises(ValueError, match="must be two whole numbers of at least 1: rows and columns"):
+                call(q.float(), tile)
+    for dtype in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=f"x is {dtype}, and only floating types are quantised"):
+            quantize_tiles(torch.ones(2, 2, dtype=dtype))
+    for shape in ((3, 1), (1, 2), (2,), (), (3, 2, 1), (1, 3, 2)):
+        with pytest.raises(ValueError, match=r"a q of the shape \[3, 200\] in tiles of \(1, 128\) has \[3, 2\]"):
+            dequantize_tiles(q, torch.ones(shape))
