@@ -108,6 +108,12 @@ def multiply(
         raise ValueError("a and b are both e5m2, which no GPU multiplies; use e4m3 for one of them")
     (m, k), n = a.shape, b.shape[0]
     square_a, square_b = (_is_square(*pair, k) for pair in (("scale_a", scale_a, m), ("scale_b", scale_b, n)))
+    if square_a and square_b:
+        raise ValueError(
+            "scale_a and scale_b are both of square tiles, which no vendor's product takes; quantise one by (1, 128)"
+        )
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype is {dtype}; the result is torch.bfloat16 or torch.float32")
     if (scale_a.ndim == 0) != (scale_b.ndim == 0):
         raise ValueError("scale_a and scale_b must both be scalars, or neither")
     if total is not None:

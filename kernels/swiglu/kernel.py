@@ -3,7 +3,7 @@
 Only the two inputs are kept for backward, which computes silu(gate) again: PyTorch's own operators keep silu(gate) as
 well, and write and read it once more. Works on the elements in memory order, whatever the shape.
 
-Left out: the FP8 quantisation of the product for the GEMM that follows.
+The product quantised to FP8 for the matrix product that follows is `parallax.kernels.fp8_quantize`'s `swiglu_quantize`.
 """
 
 from __future__ import annotations

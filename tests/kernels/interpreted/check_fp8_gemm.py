@@ -61,6 +61,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         kernel.multiply(a[0], a[1][:3].contiguous(), *b)
     with pytest.raises(ValueError, match="both be scalars, or neither"):
         kernel.multiply(a[0], torch.tensor(1.0), *b)
+    with pytest.raises(ValueError, match="both of square tiles"):
+        kernel.multiply(*operand(200, 256, (128, 128)), *operand(130, 256, (128, 128)))
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16; the result is torch\.bfloat16 or torch\.float32"):
+        kernel.multiply(*a, *b, dtype=torch.float16)
     five = operand(4, 256, (1, 128), "e5m2")
     with pytest.raises(ValueError, match="both e5m2, which no GPU multiplies"):
         kernel.multiply(*five, *five)
