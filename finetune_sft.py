@@ -22,7 +22,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def prepare(config: FinetuneConfig) -> PreparedChats:
-    return prepare_chats(config.data, config.training.seq_len)
+    model = config.model_config
+    return prepare_chats(config.data, config.training.seq_len, model.vocab_size, model.family)
 
 
 def train(config: FinetuneConfig, data: PreparedChats, mesh: Mesh) -> None:

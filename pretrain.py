@@ -22,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def prepare(config: PretrainConfig) -> PreparedData:
-    return prepare_data(config.data, config.training.seq_len)
+    return prepare_data(config.data, config.training.seq_len, config.model_config.family)
 
 
 def train(config: PretrainConfig, data: PreparedData, mesh: Mesh) -> None:

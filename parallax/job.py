@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Prepared(Protocol):
-    """What is trained on. files: of the data, with checksums. description: a line for the user. tokenizer: saved with the model."""
+    """What is trained on. files: of the data, with checksums. description: a line for the user. tokenizer: saved with the model.
+
+    notices: what the user should know before the run, a line each.
+    """
 
     @property
     def train(self) -> Samples: ...
@@ -39,6 +42,9 @@ class Prepared(Protocol):
 
     @property
     def files(self) -> tuple[DataFile, ...]: ...
+
+    @property
+    def notices(self) -> tuple[str, ...]: ...
 
     def evaluated(self) -> Sequence[tuple[str, Any, bool]]:
         """Return what is evaluated: its name in the metrics, its samples, and whether that is done at the end only."""
@@ -132,6 +138,8 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
             config.save()
         metrics.show(config.describe())
         metrics.say(f"data           {data.description}")
+        for line in data.notices:
+            metrics.say(f"notice         {line}")
         for line in describe_fp8(train_step.fp8, config.fp8_layers):
             metrics.say(line)
         if config.why_schedule is not None:

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 
 from parallax.checkpoint.find import tokenizer_of
 from parallax.errors import ConfigError
+from parallax.models.hugging_face_config import read_fields
+from parallax.storage import location
 
 GREEN, DIM, PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 
@@ -69,15 +71,18 @@ def _limit(text: str) -> int:
 
 def _show(words: argparse.Namespace) -> int:
     from parallax.data.chat.encoded import spans
-    from parallax.data.chat.encoder import load_chat_encoder
+    from parallax.data.chat.encoder import load_chat_encoder, notice_of_ids, problem_of_ids
     from parallax.data.chat.files import check_chat_file
     from parallax.data.chat.store import Sample, encode_chats, only_good, read_located
 
     if problems := [problem for path in words.paths for problem in check_chat_file(path)]:
         raise ConfigError(problems)
-    _, encoder = load_chat_encoder(tokenizer_of(words.tokenizer), words.template)
-    if encoder.notice:
-        print(encoder.notice, file=sys.stderr)
+    given = tokenizer_of(words.tokenizer)
+    tokenizer, encoder = load_chat_encoder(given, words.template)
+    family, vocab_size = _model_beside(given)
+    problem = "" if vocab_size is None else problem_of_ids(tokenizer, encoder, vocab_size)
+    for notice in filter(None, (encoder.notice, notice_of_ids(tokenizer, encoder, family), problem)):
+        print(notice, file=sys.stderr)
     bad: list[Sample] = []
     chats = itertools.chain.from_iterable(read_located(path) for path in words.paths or [None])
     samples = only_good(encode_chats(chats, encoder, words.train_on), words.skip_bad, bad.append)
@@ -108,6 +113,15 @@ def _show(words: argparse.Namespace) -> int:
     if len(bad) > 10:
         print(f"left out: {len(bad) - 10:,} more", file=sys.stderr)
     return 0
+
+
+def _model_beside(tokenizer: str | None) -> tuple[str | None, int | None]:
+    """Return the model_type and the number of ids of the model in a tokenizer's folder; None where it does not say."""
+    if tokenizer is None or not (file := location(tokenizer) / "config.json").is_file():
+        return None, None
+    fields = read_fields(file)
+    family, vocab_size = fields.get("model_type"), fields.get("vocab_size")
+    return family if isinstance(family, str) else None, vocab_size if isinstance(vocab_size, int) else None
 
 
 def _is_coloured() -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from parallax.data.auto_tokenizer import notice_of_class
 from parallax.data.blend import BlendedDataset
 from parallax.data.checksums import DataFile
 from parallax.data.corpus import Reading, standard_library, user_corpus
@@ -28,7 +29,8 @@ class PreparedData:
     """What a run trains on.
 
     eval: the held-out part, test: what is left for the end; None if there is none. valid: more sets to evaluate on, by name.
-    description: a line for the user. files: of the data that is trained on, and their checksums.
+    description: a line for the user. files: of the data that is trained on, and their checksums. notices: what the user should
+    know before the run, a line each.
     """
 
     train: Samples
@@ -38,6 +40,7 @@ class PreparedData:
     test: Samples | None = None
     valid: dict[str, TokenDataset] = field(default_factory=dict)
     files: tuple[DataFile, ...] = ()
+    notices: tuple[str, ...] = ()
 
     def evaluated(self) -> list[tuple[str, Samples, bool]]:
         """Return what is evaluated: the name of its loss in the metrics, the samples, and whether only after the last step."""
@@ -46,8 +49,10 @@ class PreparedData:
         return [*held_out, *named, *([("test_loss", self.test, True)] if self.test is not None else [])]
 
 
-def prepare_data(options: DataOptions, seq_len: int) -> PreparedData:
+def prepare_data(options: DataOptions, seq_len: int, family: str | None = None) -> PreparedData:
     """Read, tokenize and split the data; what is made is cached for the next run.
+
+    family: the model_type of the model, None: not known.
 
     Every rank calls it, before there is a process group: the first on each file system builds, the others wait for it
     and read the result. All ranks end with equal fingerprints if they saw the same files, which is worth comparing once
@@ -80,6 +85,7 @@ def prepare_data(options: DataOptions, seq_len: int) -> PreparedData:
         _join([split.test for split in splits], weights),
         valid,
         tuple(itertools.chain.from_iterable(stream.files for stream in streams)),
+        tuple(filter(None, [notice_of_class(tokenizer, family)])),
     )
 
 

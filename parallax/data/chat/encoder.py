@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from parallax.data.auto_tokenizer import notice_of_class, notice_of_other_ids
 from parallax.data.chat.encoded import ChatEncoder
-from parallax.data.chat.hugging_face import load_hugging_face
+from parallax.data.chat.hugging_face import HuggingFaceTemplate, load_hugging_face
 from parallax.data.chat.templates import DEFAULT_TEMPLATE, MARKUPS, OwnTemplate, jinja_of
 from parallax.data.tokenizer_source import TokenizerSource, find_tokenizer
 from parallax.data.tokenizers import Tokenizer, load_tokenizer
@@ -62,6 +63,28 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
         brought = None if template is not None or source.path is None else _template_beside(source.path, opened)
         encoder = OwnTemplate(template or brought or DEFAULT_TEMPLATE, opened)
     return opened if encoder.template is None else TokenizerWithTemplate(opened, encoder.template), encoder
+
+
+def notice_of_ids(tokenizer: Tokenizer, encoder: ChatEncoder, family: str | None) -> str:
+    """Say where `transformers` opens what is saved with other ids than training sees; "" if it does not.
+
+    tokenizer, encoder: of `load_chat_encoder`. family: the model's model_type, None: not known.
+    """
+    if isinstance(encoder, HuggingFaceTemplate):  # transformers is imported, so it can be asked
+        return notice_of_other_ids(encoder, tokenizer, family)
+    return notice_of_class(tokenizer, family)
+
+
+def problem_of_ids(tokenizer: Tokenizer, encoder: ChatEncoder, vocab_size: int) -> str:
+    """Say that a model of `vocab_size` ids has no room for those of chats; "" if it has."""
+    if encoder.vocab_size <= vocab_size:
+        return ""
+    more = encoder.pieces(range(tokenizer.vocab_size, encoder.vocab_size))
+    why = f", for the files beside its tokenizer.json add tokens, such as {more[0]!r}" if more else ""
+    return (
+        f"the tokenizer {tokenizer.description} has {encoder.vocab_size} ids when transformers opens it{why}; the model has room "
+        f"for {vocab_size}: take these tokens out of the files, or use --vocab {encoder.vocab_size} or more with fresh weights"
+    )
 
 
 def _without_transformers(source: TokenizerSource) -> TokenizerSource:

@@ -70,7 +70,18 @@ class HuggingFaceTemplate:
         return EncodedChat(ids, tuple(turns))
 
     def prompt(self, chat: Chat) -> list[int]:
-        return self._tokenize(self._render(chat.messages, chat.tools, add_generation_prompt=True), [])[0]
+        return self.ids(self._render(chat.messages, chat.tools, add_generation_prompt=True))
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a text that was written by a template."""
+        return self._tokenize(text, [])[0]
+
+    def sample(self) -> str:
+        """Return a short chat as the template writes it; "" if it does not like that one."""
+        try:
+            return self._render(PROBE)
+        except BadChat:
+            return ""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         texts = [self.tokenizer.decode([i], skip_special_tokens=False) for i in ids]

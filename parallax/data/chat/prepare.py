@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from parallax.data.blend import BlendedDataset
-from parallax.data.chat.encoder import load_chat_encoder
+from parallax.data.chat.encoder import load_chat_encoder, notice_of_ids, problem_of_ids
 from parallax.data.chat.options import ChatOptions, check
 from parallax.data.chat.samples import ChatSamples, Chosen, fit, hold_out
 from parallax.data.chat.store import chat_store
@@ -27,7 +27,8 @@ class PreparedChats:
     """What a run is fine-tuned on; `eval` is None if nothing is held out.
 
     Item i of `train` and `eval` is a row as `parallax.data.packing.make_row` returns it. tokenizer: saved with the chat template.
-    description: a line for the user. files: of the chats, and their checksums.
+    description: a line for the user. files: of the chats, and their checksums. notices: what the user should know before the
+    run, a line each.
     """
 
     train: Rows
@@ -35,14 +36,19 @@ class PreparedChats:
     tokenizer: Tokenizer
     description: str
     files: tuple[DataFile, ...] = ()
+    notices: tuple[str, ...] = ()
 
     def evaluated(self) -> list[tuple[str, Rows, bool]]:
         """Return what is evaluated, as `PreparedData.evaluated` does."""
         return [] if self.eval is None else [("eval_loss", self.eval, False)]
 
 
-def prepare_chats(options: ChatOptions, seq_len: int) -> PreparedChats:
+def prepare_chats(
+    options: ChatOptions, seq_len: int, vocab_size: int | None = None, family: str | None = None
+) -> PreparedChats:
     """Read, encode, check, split and pack the chats; what is encoded is cached for the next run.
+
+    vocab_size, family: how many ids the model has, and its model_type; None: there is no model to fit to.
 
     Every rank calls it, before there is a process group: the first on each file system builds, the others wait for it.
 
@@ -52,6 +58,8 @@ def prepare_chats(options: ChatOptions, seq_len: int) -> PreparedChats:
     if problems := check(options):
         raise ConfigError(problems)
     tokenizer, encoder = load_chat_encoder(options.tokenizer, options.template)
+    if vocab_size is not None and (problem := problem_of_ids(tokenizer, encoder, vocab_size)):
+        raise ConfigError(problem)
     sources: Sequence[DataSource] = parse_data(options.data)
     paths: list[list[str | None]] = [list(source.paths) for source in sources] or [[None]]
     weights = [source.weight or Fraction(1) for source in sources] or [Fraction(1)]
@@ -84,7 +92,8 @@ def prepare_chats(options: ChatOptions, seq_len: int) -> PreparedChats:
     joined = _join(train, weights)
     assert joined is not None
     files = tuple(file for group in stores for store in group for file in store.files)
-    return PreparedChats(joined, _join(held_out, weights), tokenizer, description, files)
+    notices = tuple(filter(None, [notice_of_ids(tokenizer, encoder, family)]))
+    return PreparedChats(joined, _join(held_out, weights), tokenizer, description, files, notices)
 
 
 def _join(rows: Sequence[RowDataset], weights: Sequence[Fraction]) -> Rows | None:
