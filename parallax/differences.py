@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parallax.data.checksums import changed_files
 from parallax.models.options import ModelOptions
 from parallax.precision.options import Fp8Options
+from parallax.storage import is_address, location
 
 # Options that leave the sequence of losses as it is, up to rounding; every other one changes the run. What data and tokenizer
 # name is told by their fingerprints, not by their paths.
@@ -62,7 +64,19 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[Difference]
     for name in dict.fromkeys([*before, *now]):
         if name not in ("model", "resolved", "options"):
             pairs.append((name, before.get(name), now.get(name), False))
-    return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+    return [
+        Difference(*pair)
+        for pair in pairs
+        if pair[1] != pair[2] and not (pair[0] == "init" and _same_folder(*pair[1:3]))
+    ]
+
+
+def _same_folder(before: str | None, now: str | None) -> bool:
+    """Whether two values of --init name one folder: a path from here and a whole one, or with and without a slash at its end."""
+    if before is None or now is None or "none" in (before, now) or is_address(before) or is_address(now):
+        return False
+    first, second = location(before), location(now)
+    return isinstance(first, Path) and isinstance(second, Path) and first.resolve() == second.resolve()
 
 
 _MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptions))

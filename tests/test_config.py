@@ -272,6 +272,15 @@ def test_the_same_model_named_otherwise_is_the_same_model() -> None:
     assert changes_that_matter(config_of().to_dict(), config_of("--layers 8 --vocab 4096").to_dict()) == []
 
 
+def test_the_same_folder_named_otherwise_is_the_same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = config_of().to_dict() | {"init": "model"}
+    for same in ("model", "model/", "./model", str(tmp_path / "model")):
+        assert changes_that_matter(saved, saved | {"init": same}) == []
+    for other in ("other", "none", None, "s3://bucket/model"):
+        assert len(changes_that_matter(saved, saved | {"init": other})) == 1
+
+
 def test_fingerprints_are_compared_where_they_were_added() -> None:
     saved = config_of().to_dict()
     assert changes_that_matter(saved | {"data": "a"}, saved | {"data": "a"}) == []
