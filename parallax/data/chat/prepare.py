@@ -67,7 +67,8 @@ def prepare_chats(
     chosen = [[fit(store, seq_len, options.too_long) for store in group] for group in stores]
     for group in chosen:
         _check_some_are_left(group, seq_len)
-    parts = [[hold_out(part, options.eval_fraction) for part in group] for group in chosen]
+    split = iter(hold_out([part for group in chosen for part in group], options.eval_fraction))
+    parts = [[next(split) for _ in group] for group in chosen]
     per_sample = options.loss_per == "sample"
     has_weights = per_sample or any(store.has_weights for group in stores for store in group)
     padding_id = tokenizer.eos_id or 0  # any id will do: padding is no label, and nothing attends to it

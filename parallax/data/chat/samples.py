@@ -1,7 +1,7 @@
 """From stored chats to the samples of a run: what is too long, what is held out.
 
-Chats are held out by a hash of their tokens: the k smallest hashes of each file, so that adding a chat moves hardly any other, and
-chats that are equal are on the same side, never one in training and its double in evaluation.
+Chats are held out by a hash of their tokens: the k smallest hashes of all files together, so that adding a chat moves hardly any
+other, and chats that are equal are on the same side, never one in training and its double in evaluation, in another file neither.
 """
 
 from __future__ import annotations
@@ -62,13 +62,19 @@ def fit(store: ChatStore, seq_len: int, too_long: Literal["drop", "truncate", "e
     return Chosen(store, indices, lengths, labels[indices], num_dropped, int(long.sum()) - num_dropped)
 
 
-def hold_out(chosen: Chosen, fraction: float) -> tuple[Chosen, Chosen]:
-    """Return the chats to train on and those to evaluate on, about `fraction` of them and at least one if there are two."""
-    hashes = np.array([_hash(chosen, i) for i in range(len(chosen.indices))], dtype=np.uint64)
-    different = np.unique(hashes)
-    count = min(max(1, round(fraction * len(different))), len(different) - 1) if fraction else 0
-    out = np.isin(hashes, different[:count])
-    return chosen.take(~out), chosen.take(out)
+def hold_out(files: Sequence[Chosen], fraction: float) -> list[tuple[Chosen, Chosen]]:
+    """Return for each file the chats to train on and those to evaluate on.
+
+    Of the different chats of all files about `fraction` is held out, at least one; but of each file the one with the greatest hash
+    stays in training, with its doubles in other files. So nothing is held out where each file has only one chat.
+    """
+    hashes = [np.array([_hash(file, i) for i in range(len(file.indices))], dtype=np.uint64) for file in files]
+    different = np.unique(np.concatenate(hashes))
+    kept = np.array([of_file.max() for of_file in hashes if len(of_file)], dtype=np.uint64)
+    count = max(1, round(fraction * len(different))) if fraction else 0
+    held_out = np.setdiff1d(different, kept)[:count]
+    places = [np.isin(of_file, held_out) for of_file in hashes]
+    return [(file.take(~out), file.take(out)) for file, out in zip(files, places, strict=True)]
 
 
 def _hash(chosen: Chosen, i: int) -> int:

@@ -126,6 +126,25 @@ def test_what_is_held_out_is_never_trained_on_not_even_its_double(tmp_path: Path
         prepare(write(tmp_path / "c.jsonl", PAIRS[:1] * 3), eval_fraction=0.25)
 
 
+@pytest.mark.parametrize("weights", [("", ""), ("0.7", "0.3")])
+def test_a_chat_and_its_double_in_another_file_are_on_the_same_side(tmp_path: Path, weights: tuple[str, str]) -> None:
+    files = [write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", PAIRS[:7])]
+    words = [word for pair in zip(weights, files, strict=True) for word in pair if word]
+    for fraction in (0.01, 0.1, 0.5):
+        data = prepare(*words, eval_fraction=fraction, packing=False)
+        assert data.eval is not None
+        trained, held = set(samples_of(data.train)), set(samples_of(data.eval))
+        assert len(held) == max(1, fraction * len(PAIRS)) and not trained & held
+
+
+def test_a_file_of_one_chat_is_trained_on_whatever_is_held_out(tmp_path: Path) -> None:
+    one, many = write(tmp_path / "a.jsonl", [("one", "1")]), write(tmp_path / "b.jsonl", PAIRS)
+    data = prepare(one, many, eval_fraction=0.5)
+    assert rendered("one", "1") in samples_of(data.train) and data.eval is not None
+    with pytest.raises(ConfigError, match="too few different chats to hold one out"):
+        prepare(one, write(tmp_path / "c.jsonl", [("two", "2")]), eval_fraction=0.5)
+
+
 def test_files_with_weights_have_their_shares_of_the_rows_over_any_length(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", [("b", "1"), ("b", "2"), ("b", "3")])
     plain = prepare(a, b, packing=False)
