@@ -84,7 +84,7 @@ class DecoderConfig:
         if problems:
             return problems
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if not self.head_dim or (self.head_dim * heads != self.hidden_size and self.family in ("gpt2", "qwen2")):
+        if not self.head_dim or (self.head_dim * heads != self.hidden_size and self.family == "gpt2"):
             problems.append(
                 f"--heads {heads} must divide --hidden {self.hidden_size}; use {_divisors(self.hidden_size)}"
             )

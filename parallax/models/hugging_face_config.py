@@ -1,18 +1,18 @@
 """config.json of a Hugging Face model, read and written.
 
-What a field asks for and the decoder does not compute is refused by name, never ignored: a model that runs and gives other
-logits than its author's is the worst outcome. Fields that concern training only (dropout), or nothing (`use_cache`), are
-skipped. A field that is absent has the value that transformers gives it. No torch here.
+What a field asks for and the decoder does not compute is refused by name, never ignored: a model that runs and gives other logits
+than its author's is the worst outcome. Fields that concern training only (dropout), or nothing (`use_cache`), are skipped. A field
+that is absent has the value that transformers gives it. No torch here.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from parallax.errors import ConfigError
 from parallax.models.config import FAMILIES, DecoderConfig
+from parallax.models.config_fields import Fields, shown
 from parallax.storage import Location, location
 
 ARCHITECTURES = {
@@ -26,6 +26,7 @@ BARE_ARCHITECTURES = {"gpt2": "GPT2Model"} | {
     family: name.replace("ForCausalLM", "Model") for family, name in ARCHITECTURES.items() if family != "gpt2"
 }
 # What a field must be for the decoder to compute what it says; transformers' default comes first.
+_ONLY_CAUSAL = {"is_causal": (True,)}
 _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -44,8 +45,8 @@ _HEAD_DIM = {"qwen3": 128}
 _POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _SLIDING_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10000.0
 
-# What is more is a mistake; the limits keep every product of sizes within 64 bits.
-MOST, MOST_LAYERS, MOST_WIDE, MOST_HEAD_DIM = (1 << 31) - 1, 10_000, 1 << 20, 1 << 16
+# What is more is a mistake; with MOST, the limits keep every product of sizes within 64 bits.
+MOST_LAYERS, MOST_WIDE, MOST_HEAD_DIM = 10_000, 1 << 20, 1 << 16
 GPT: dict[str, Any] = {
     "family": "gpt2",
     "norm": "layernorm",
@@ -73,8 +74,11 @@ def read_fields(path: str | Location) -> dict[str, Any]:
         raise ConfigError(f"there is no {file}; a Hugging Face config.json is needed") from None
     except RecursionError:
         raise ConfigError(f"{file} cannot be read as JSON: it is nested too deeply") from None
-    except (OSError, ValueError) as error:  # also what is no UTF-8
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # also what is no UTF-8; of a long number Python says what a programmer could do
+        raise ConfigError(f"{file} cannot be read as JSON: {str(error).partition('; use sys.')[0]}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{file} holds no JSON object; a Hugging Face config.json is needed")
     return fields
@@ -85,10 +89,10 @@ def from_hugging_face(fields: dict[str, Any], source: str = "config.json") -> De
 
     Raises ConfigError, a sentence for each problem, naming the field: missing, no such number, or not supported.
     """
-    kind = fields.get("model_type")
+    given, kind = Fields(fields, source), fields.get("model_type")
     if kind not in FAMILIES:
-        raise ConfigError(f"{source}: model_type {_shown(kind)} is not supported; use one of {', '.join(FAMILIES)}")
-    given = _Fields(fields, source)
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"{source}: model_type {given.shown('model_type')} is not supported; use one of {known}")
     _refuse_others(given, kind)
     config = _gpt2(given) if kind == "gpt2" else _llama_like(given, kind)
     if not given.problems:
@@ -98,63 +102,25 @@ def from_hugging_face(fields: dict[str, Any], source: str = "config.json") -> De
     return config.resolved()
 
 
-class _Fields:
-    """The fields of a configuration; what is wrong with those that were asked for is collected in `problems`."""
-
-    def __init__(self, fields: dict[str, Any], source: str) -> None:
-        self.fields, self.source = fields, source
-        self.problems: list[str] = []
-
-    def refuse(self, what: str) -> None:
-        self.problems.append(f"{self.source}: {what}")
-
-    def whole(self, name: str, default: int | None = None, most: int = MOST) -> int:
-        """Return a whole number from 1 on; absent or null it is `default`, which may be 0."""
-        value = self.fields.get(name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or not 1 <= value <= most:
-            self.refuse(f"{name} {_shown(value)} must be a whole number from 1 to {most}")
-            return 1
-        return value
-
-    def number(self, name: str, default: float, within: dict[str, Any] | None = None) -> float:
-        """Return a finite number above 0; within: the part of the configuration that it is in."""
-        value = (self.fields if within is None else within).get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            self.refuse(f"{name} {_shown(value)} must be a number above 0")
-            return default
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.fields.get(name, default)
-        if not isinstance(value, bool):
-            self.refuse(f"{name} {_shown(value)} must be true or false")
-        return bool(value)
-
-
-def _shown(value: Any) -> str:
-    """Return a value as it may stand in a sentence."""
-    text = "(absent)" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _refuse_others(given: _Fields, kind: str) -> None:
+def _refuse_others(given: Fields, kind: str) -> None:
     """Refuse what would be computed otherwise than the configuration says."""
     fields = given.fields
     known = (ARCHITECTURES[kind], BARE_ARCHITECTURES[kind])
-    for name in fields.get("architectures") or ():
+    names = fields.get("architectures") or []
+    if not isinstance(names, list):
+        given.refuse(f"architectures {shown(names)} must be a list of names; {known[0]} is for {kind}")
+    for name in names if isinstance(names, list) else ():
         if name not in known:
-            given.refuse(f"architecture {_shown(name)} is not supported; only {known[0]} is for {kind}")
+            given.refuse(f"architecture {shown(name)} is not supported; only {known[0]} is for {kind}")
     if fields.get("quantization_config"):
         given.refuse("quantization_config is not supported; use a model whose weights are not quantized")
-    for name, possible in _ONLY[kind].items():
+    for name, possible in (_ONLY[kind] | _ONLY_CAUSAL).items():
         value = fields.get(name, possible[0])
         if not any(value is one or (isinstance(one, str) and value == one) for one in possible):
-            given.refuse(f"{name} {_shown(value)} is not supported for {kind}; only {possible[0]!r} is")
+            given.refuse(f"{name} {shown(value)} is not supported for {kind}; only {possible[0]!r} is")
 
 
-def _refuse_misfits(given: _Fields, config: DecoderConfig) -> None:
+def _refuse_misfits(given: Fields, config: DecoderConfig) -> None:
     """Refuse sizes, each of them possible, that do not go together."""
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     if not config.head_dim and hidden % heads:
@@ -166,7 +132,7 @@ def _refuse_misfits(given: _Fields, config: DecoderConfig) -> None:
         given.refuse(f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
 
 
-def _gpt2(given: _Fields) -> DecoderConfig:
+def _gpt2(given: Fields) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=given.whole("vocab_size"),
         hidden_size=(hidden := given.whole("n_embd", most=MOST_WIDE)),
@@ -181,7 +147,7 @@ def _gpt2(given: _Fields) -> DecoderConfig:
     )
 
 
-def _llama_like(given: _Fields, kind: str) -> DecoderConfig:
+def _llama_like(given: Fields, kind: str) -> DecoderConfig:
     fields = given.fields
     layers = given.whole("num_hidden_layers", most=MOST_LAYERS)
     positions = given.whole("max_position_embeddings", _POSITIONS[kind])
@@ -210,7 +176,7 @@ def _llama_like(given: _Fields, kind: str) -> DecoderConfig:
     )
 
 
-def _refuse_windows(given: _Fields, kind: str, layers: int, positions: int) -> None:
+def _refuse_windows(given: Fields, kind: str, layers: int, positions: int) -> None:
     """Refuse attention that sees only the last tokens, unless no text is long enough for it to matter."""
     fields = given.fields
     types = fields.get("layer_types")
@@ -228,7 +194,7 @@ def _refuse_windows(given: _Fields, kind: str, layers: int, positions: int) -> N
         given.refuse(f"sliding_window {window} is not supported; attention here is full and causal")
 
 
-def _rope(given: _Fields, positions: int) -> tuple[float, tuple[tuple[str, float | int | str], ...]]:
+def _rope(given: Fields, positions: int) -> tuple[float, tuple[tuple[str, float | int | str], ...]]:
     """Return theta, and Llama 3's scaling as sorted pairs: from `rope_scaling`, or `rope_parameters` as it is called now."""
     fields = given.fields
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
@@ -238,12 +204,12 @@ def _rope(given: _Fields, positions: int) -> tuple[float, tuple[tuple[str, float
     theta = given.number("rope_theta", _ROPE_THETA, within={"rope_theta": fields.get("rope_theta", _ROPE_THETA)} | rope)
     for part in (rope, fields):
         if part.get("partial_rotary_factor") not in (None, 1, 1.0):
-            given.refuse(f"partial_rotary_factor {_shown(part['partial_rotary_factor'])} is not supported")
+            given.refuse(f"partial_rotary_factor {shown(part['partial_rotary_factor'])} is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return float(theta), ()
     if kind != "llama3":
-        given.refuse(f"rope_type {_shown(kind)} is not supported; only 'llama3' and none are")
+        given.refuse(f"rope_type {shown(kind)} is not supported; only 'llama3' and none are")
         return float(theta), ()
     rope = {"original_max_position_embeddings": positions} | rope
     missing = [name for name in ("factor", "high_freq_factor", "low_freq_factor") if name not in rope]

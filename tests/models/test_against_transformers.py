@@ -36,6 +36,7 @@ FAMILIES = {
     ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=16),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen2, wide heads": lambda: transformers.Qwen2Config(**SIZES, head_dim=16),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from parallax.errors import ConfigError
+from parallax.mesh import Layout
 from parallax.models.hugging_face_config import ARCHITECTURES, from_hugging_face, read_hugging_face_config
 from parallax.models.presets import load_model_config
 
@@ -101,7 +102,13 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"rms_norm_eps": True}, "rms_norm_eps True must be a number above 0"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers 2.0 must be a whole number from 1 to 10000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 must be a whole number from 1 to 10000"),
-        ({"num_hidden_layers": None}, "num_hidden_layers (absent) must be a whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers null must be a whole number"),
+        ({"model_type": None}, "model_type null is not supported"),
+        ({"is_causal": False}, "is_causal False is not supported for llama; only True is"),
+        ({"model_type": "qwen2", "is_causal": False}, "is_causal False is not supported for qwen2"),
+        ({"architectures": 5}, "architectures 5 must be a list of names; LlamaForCausalLM is for llama"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' must be a list of names"),
+        ({"architectures": [5]}, "architecture 5 is not supported"),
         ({"num_hidden_layers": {"a": ["b" * 100]}}, "..."),
         ({"vocab_size": 0}, "vocab_size 0 must be a whole number from 1"),
         ({"hidden_size": -128}, "hidden_size -128 must be a whole number from 1"),
@@ -127,6 +134,7 @@ def test_what_is_not_supported_or_out_of_range_is_refused_by_name(changes: dict[
         ({"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
         ({"add_cross_attention": True}, "add_cross_attention True is not supported"),
         ({"n_head": 5}, "n_head 5 must divide n_embd 32"),
+        ({"is_causal": False}, "is_causal False is not supported for gpt2"),
     ],
 )
 def test_what_gpt2_may_say_and_is_not_supported_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -171,3 +179,10 @@ def test_a_file_that_is_no_configuration_is_refused_in_one_sentence(content: byt
         with pytest.raises(ConfigError) as raised:
             read(tmp_path)
         assert len(raised.value.problems) == 1 and said in str(raised.value) and len(str(raised.value)) < 400
+        assert "sys." not in str(raised.value), "what a programmer could do is no advice to a user"
+
+
+def test_a_head_size_that_is_not_a_part_of_the_hidden_size_is_no_obstacle_but_for_gpt2() -> None:
+    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+        config = from_hugging_face(LLAMA | {"model_type": kind, "head_dim": 16, "sliding_window": None})
+        assert config.query_size == 512 and config.check(Layout(), 16, sequence_parallel=False) == []
