@@ -70,6 +70,17 @@ def _limit(text: str) -> int:
 
 
 def _show(words: argparse.Namespace) -> int:
+    try:
+        return _show_chats(words)
+    except ConfigError as error:  # of files that are --data's in training, and here stand alone
+        raise ConfigError([_without_flag(problem) for problem in error.problems]) from error
+
+
+def _without_flag(problem: str) -> str:
+    return problem.replace("--data ", "")
+
+
+def _show_chats(words: argparse.Namespace) -> int:
     from parallax.data.chat.encoded import spans
     from parallax.data.chat.encoder import load_chat_encoder, notice_of_ids, problem_of_ids
     from parallax.data.chat.files import check_chat_file
@@ -109,7 +120,7 @@ def _show(words: argparse.Namespace) -> int:
         noun = "chat" if num_chats == 1 else "chats"
         print(f"{num_chats:,} {noun}, {num_tokens:,} tokens, {num_learned:,} learned{share}; template {encoder.name}")
     for sample in bad[:10]:
-        print(f"left out: {sample.problem}", file=sys.stderr)
+        print(f"left out: {_without_flag(sample.problem)}", file=sys.stderr)
     if len(bad) > 10:
         print(f"left out: {len(bad) - 10:,} more", file=sys.stderr)
     return 0

@@ -101,13 +101,13 @@ def test_the_limit_ends_the_reading(chats: str, capsys: pytest.CaptureFixture) -
 def test_a_bad_chat_is_one_sentence_or_left_out_and_told(chats: str, capsys: pytest.CaptureFixture) -> None:
     with open(chats, "a") as stream:
         stream.write('broken\n{"prompt": "q", "completion": "z"}\n')
-    with pytest.raises(ConfigError, match=rf"--data {chats}, line 3: this is not valid JSON") as caught:
+    with pytest.raises(ConfigError, match=rf"^{chats}, line 3: this is not valid JSON") as caught:
         show(chats, "--tokenizer", "bytes", "--json")
     assert len(caught.value.problems) == 1
     capsys.readouterr()
     assert show(chats, "--tokenizer", "bytes", "--json", "--skip-bad") == 0
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 3 and err.startswith(f"left out: --data {chats}, line 3: ") and err.count("\n") == 1
+    assert len(out.splitlines()) == 3 and err.startswith(f"left out: {chats}, line 3: ") and err.count("\n") == 1
 
 
 def test_no_chat_at_all_is_an_error(tmp_path: Path) -> None:

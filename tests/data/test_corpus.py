@@ -73,6 +73,8 @@ def test_text_files_are_kept_exactly_but_for_the_byte_order_mark(tmp_path: Path)
         ('["text"]', "found a list"),
         ('{"content": "x"}', r"the keys \['content'\]"),
         ('{"text": 5}', "a string under the key"),
+        ('{"messages": []}', "; chats are for finetune_sft.py"),
+        ('{"prompt": "a", "completion": "b"}', "; chats are for finetune_sft.py"),
         (r'{"text": "\ud83d"}', r"half of a surrogate pair \(\\ud83d\)"),
         ("[" * 100_000, "not valid JSON"),
     ],

@@ -71,7 +71,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, Any]]:
                 _skip_line(stream)
                 yield number, BadChat(f"the line has more than {MAX_LINE_CHARACTERS:,} characters")
             elif line.strip(" \t\n"):
-                yield number, _parse(line)
+                yield number, _parse(line, number)
 
 
 def _skip_line(stream: TextIO) -> None:
@@ -79,7 +79,7 @@ def _skip_line(stream: TextIO) -> None:
         pass
 
 
-def _parse(line: str) -> Any:
+def _parse(line: str, number: int) -> Any:
     try:
         line.encode()
         return parse_json(line)
@@ -88,7 +88,11 @@ def _parse(line: str) -> Any:
     except RecursionError:
         return BadChat("the JSON is nested too deeply")
     except ValueError as error:
-        hint = "; a file must have each chat on a line of its own, not one list of all" if line.startswith("[") else ""
+        hint = ""
+        if line.startswith("["):
+            hint = "; a file must have each chat on a line of its own, not one list of all"
+        elif number == 1 and not line.startswith("{"):
+            hint = "; text to go on with is for pretrain.py"
         return BadChat(f"this is not valid JSON ({json_fault(error)}){hint}")
 
 

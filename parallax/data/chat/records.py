@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallax.data.encoding.lines import kind_of
+from parallax.data.encoding.lines import json_fault, kind_of
 
 Message = dict[str, Any]
 
@@ -66,7 +66,7 @@ def to_chat(record: Any) -> Chat:
     if not isinstance(record, Mapping):
         raise BadChat(f"found {kind_of(record)}, but each record must be an object with {FORMS}")
     _check_strings(record)
-    record = {key: value for key, value in record.items() if value is not None}
+    record = {key: value for key, value in record.items() if value is not None}  # tables have every key in every row
     if "messages" in record:
         messages = _messages(record["messages"], "messages")
     elif "conversations" in record:
@@ -76,8 +76,9 @@ def to_chat(record: Any) -> Chat:
     elif "prompt" in record and "completion" in record:
         messages = _prompt_and_completion(record["prompt"], record["completion"])
     else:
+        text = "; text to go on with is for pretrain.py" if isinstance(record.get("text"), str) else ""
         raise BadChat(
-            f"found an object with the keys {sorted(map(str, record))[:8]}, but each record must have {FORMS}"
+            f"found an object with the keys {sorted(map(str, record))[:8]}, but each record must have {FORMS}{text}"
         )
     pairs = [_checked(message, k) for k, message in enumerate(messages, 1)]
     chat = Chat(tuple(m for m, _ in pairs), tuple(w for _, w in pairs), _tools(record.get("tools")))
@@ -96,7 +97,7 @@ def _messages(value: Any, key: str) -> list[Message]:
 
 
 def _numbered(value: Any, key: str) -> Iterator[tuple[int, Any]]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise BadChat(f'"{key}" is {kind_of(value)}, not a list')
     if not value:
         raise BadChat(f'"{key}" is empty')
@@ -138,6 +139,8 @@ def _checked(message: Message, k: int) -> tuple[Message, float]:
     weight = message.pop("weight", None)
     if weight is not None:
         _check_weight(weight, role, k)
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
     if "tool_calls" in message:
         if role != "assistant":
             raise BadChat(f"message {k}, of the role {role}, has tool calls; only the assistant's can")
@@ -160,7 +163,7 @@ def _check_weight(weight: Any, role: str, k: int) -> None:
 def _text(content: Any, k: int) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    if isinstance(content, bytes) or not isinstance(content, Sequence):
         raise BadChat(f"the content of message {k} is {kind_of(content)}, not a string")
     parts: list[str] = []
     for part in content:
@@ -177,7 +180,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadChat(f"a tool call of {where} is no object with the name of a function")
-    arguments = _parsed(function.get("arguments", {}), where)
+    arguments = function.get("arguments")
+    arguments = {} if arguments is None or arguments == "" else _parsed(arguments, where)
     return {
         "type": "function",
         **(call if "function" in call else {}),
@@ -191,7 +195,7 @@ def _parsed(value: Any, where: str) -> Any:
         try:
             value = parse_json(value)
         except (ValueError, RecursionError) as error:
-            raise BadChat(f"a tool call of {where} is not valid JSON ({error})") from error
+            raise BadChat(f"a tool call of {where} is not valid JSON ({json_fault(error)})") from error
     if not isinstance(value, Mapping):
         raise BadChat(f"a tool call of {where} holds {kind_of(value)} where an object must be")
     _check_strings(value)
@@ -199,11 +203,14 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """Return the tools; none where there is an empty list or string, as in data sets whose records all have the same keys."""
+    if isinstance(value, str) and not value.strip():
+        return ()
     if isinstance(value, str):  # some ShareGPT files hold them as a string of JSON
         try:
             value = parse_json(value)
         except (ValueError, RecursionError) as error:
-            raise BadChat(f'"tools" is a string but not valid JSON ({error})') from error
+            raise BadChat(f'"tools" is a string but not valid JSON ({json_fault(error)})') from error
         _check_strings(value)
     if value is None or value == []:
         return ()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from parallax.data.encoding.lines import hint_of_chats
 from parallax.data.encoding.sources import Format, format_of, open_bytes
 from parallax.errors import ConfigError
 
@@ -201,7 +202,8 @@ def cannot_read_table(path: Path, key: str) -> str | None:
     except (pyarrow.ArrowException, OSError) as error:
         return f"{path}: it cannot be read as parquet ({str(error).splitlines()[0]})."
     if key not in schema.names:
-        return f'{path}: the table has no column "{key}"; it has {", ".join(schema.names[:8]) or "none"}.'
+        names = ", ".join(schema.names[:8]) or "none"
+        return f'{path}: the table has no column "{key}"; it has {names}{hint_of_chats(schema.names)}.'
     kind = schema.field(key).type
     text = {pyarrow.string(), pyarrow.large_string()}
     if kind in text or (pyarrow.types.is_dictionary(kind) and kind.value_type in text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -26,7 +27,8 @@ def text_of_line(line: bytes, key: str) -> str:
         found = f"an object with the keys {sorted(record)[:8]}" if isinstance(record, dict) else kind_of(record)
         if isinstance(record, dict) and key in record:
             found = f"{kind_of(record[key])} under that key"
-        raise BadRecord(f'found {found}; each line must be an object with a string under the key "{key}".')
+        chats = hint_of_chats(record) if isinstance(record, dict) else ""
+        raise BadRecord(f'found {found}; each line must be an object with a string under the key "{key}"{chats}.')
     text: str = record[key]
     try:
         text.encode()
@@ -38,11 +40,16 @@ def text_of_line(line: bytes, key: str) -> str:
     return text
 
 
+def hint_of_chats(keys: Iterable[str]) -> str:
+    """Return a clause for records with the keys of chats; "" for others."""
+    return "; chats are for finetune_sft.py" if {"messages", "conversations", "completion"} & set(keys) else ""
+
+
 def kind_of(value: Any) -> str:
     """Return what a value of JSON is, in its words."""
     if value is None:
         return "null"
-    names = {dict: "an object", list: "a list", tuple: "a list", str: "a string", bool: "true or false"}
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "a string", bool: "true or false", bytes: "bytes"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
@@ -50,4 +57,5 @@ def json_fault(error: Exception) -> str:
     """Return what Python's parser says of a line, with the place in it and no number of lines of its own."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, at character {error.pos + 1}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    # Of a number of thousands of digits Python says which of its own settings to change.
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition("; use sys.")[0]

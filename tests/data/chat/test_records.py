@@ -65,6 +65,41 @@ def test_calls_of_tools_have_their_arguments_as_objects_in_every_form() -> None:
     assert chat.messages[2] == {"role": "tool", "content": "1"} and chat.tools == tuple(tools)
 
 
+@pytest.mark.parametrize("nothing", [{"tool_calls": []}, {"tool_calls": None}])
+@pytest.mark.parametrize("tools", [{"tools": []}, {"tools": ""}, {"tools": "[]"}, {"tools": None}])
+def test_what_a_table_holds_for_nothing_is_nothing(nothing: Any, tools: Any) -> None:
+    """Data sets with one schema for all records have every key in each."""
+    assert to_chat({"messages": [{**USER, **nothing}, {**ASSISTANT, **nothing}], **tools}) == to_chat(GOOD)
+
+
+@pytest.mark.parametrize(
+    "nothing", [{"arguments": None}, {"arguments": ""}, {"arguments": {}}, {"arguments": "{}"}, {}]
+)
+def test_a_call_without_arguments_has_none_in_whatever_words(nothing: Any) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", **nothing}}]}
+    chat = to_chat({"messages": [USER, call]})
+    assert chat.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+def test_text_is_told_to_be_for_the_other_program_and_long_numbers_are_told_in_a_users_words(tmp_path: Path) -> None:
+    with pytest.raises(BadChat, match="but each record must have .*; text to go on with is for pretrain.py"):
+        to_chat({"text": "Once upon a time"})
+    path = tmp_path / "a.txt"
+    path.write_text("Once upon\na time\n")
+    first, second = (str(found) for _, found in read_chats(path))
+    assert first.endswith("; text to go on with is for pretrain.py") and "pretrain" not in second
+    path.write_text('{"messages": ' + "9" * 5000 + "}\n")
+    ((_, found),) = read_chats(path)
+    assert "Exceeds the limit (4300 digits)" in str(found) and "sys." not in str(found)
+
+
+def test_bytes_as_a_table_may_hold_them_are_told_as_such() -> None:
+    with pytest.raises(BadChat, match='"messages" is bytes, not a list'):
+        to_chat({"messages": b"[]"})
+    with pytest.raises(BadChat, match="the content of message 1 is bytes, not a string"):
+        to_chat({"messages": [{"role": "user", "content": b"q"}, ASSISTANT]})
+
+
 def test_weights_of_turns_are_kept() -> None:
     chat = to_chat(
         {"messages": [{**USER, "weight": 0}, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 0.25}]}
@@ -103,8 +138,8 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"messages": [USER, {**ASSISTANT, "weight": float("nan")}]}, "a value is nan"),
     ({"messages": [{**USER, "weight": 1}, ASSISTANT]}, "message 1, of the role user, has the weight 1"),
     ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, 'every message of the assistant has "weight": 0'),
-    ({"messages": [{**USER, "tool_calls": []}, ASSISTANT]}, "message 1, of the role user, has tool calls"),
-    ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, '"tool_calls" is empty'),
+    ({"messages": [{**USER, "tool_calls": [{}]}, ASSISTANT]}, "message 1, of the role user, has tool calls"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "message 2 has no content"),
     (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]},
         "a tool call of message 2 is no object with the name",
