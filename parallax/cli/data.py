@@ -95,6 +95,11 @@ def run_build(options: BuildOptions) -> int:
             print("stopped; nothing was written", file=sys.stderr)
             return 130
     _report(built, time.perf_counter() - started)
+    if not options.append_eod and built.num_documents > 1:
+        print(
+            "no end-of-text id is between the documents, so they run into each other; --append-eod ends each with one",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -49,6 +49,7 @@ def add_commands(groups: argparse._SubParsersAction) -> None:
         metavar="MODEL",
         help="a run's folder, a checkpoint, or a Hugging Face model's folder; or an address, as in s3://bucket/run",
     )
+    parser.add_argument("text", nargs="*", help=argparse.SUPPRESS)  # a prompt without its option, to be told so
     parser.add_argument("--prompt", metavar="TEXT", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="answer as the assistant; without --prompt a conversation")
     parser.add_argument("--system", metavar="TEXT", help="the system's message of a chat")
@@ -106,11 +107,15 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _problems(options: argparse.Namespace) -> list[str]:
     problems = []
+    if options.text:
+        problems.append(
+            f"{' '.join(options.text)} stands alone; a text to continue is given as --prompt TEXT, in quotes"
+        )
     if options.max_tokens < 1:
         problems.append(f"--max-tokens {options.max_tokens} must be at least 1")
     if options.messages is not None and (options.prompt is not None or options.system is not None):
         problems.append("--messages is a whole chat; leave out --prompt and --system, or put them into the file")
-    elif options.messages is None and options.prompt is None and not options.chat:
+    elif options.messages is None and options.prompt is None and not options.chat and not options.text:
         problems.append("nothing to continue: give --prompt TEXT, --messages FILE, or --chat for a conversation")
     if options.system is not None and not options.chat and options.messages is None:
         problems.append("--system is of a chat; give --chat too")
@@ -242,7 +247,8 @@ class _Speaker:
         else:
             why = f"cut at --max-tokens {self.max_tokens}"
         speed = len(generated) / seconds
-        print(f"{len(prompt)} tokens read, {len(generated)} generated, {speed:.1f} a second; {why}", file=sys.stderr)
+        read = "1 token" if len(prompt) == 1 else f"{len(prompt)} tokens"
+        print(f"{read} read, {len(generated)} generated, {speed:.1f} a second; {why}", file=sys.stderr)
         return said
 
 

@@ -12,7 +12,8 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the text of `tokens` as soon as it cannot change any more: whole characters, and nothing of a stop.
 
-    before: the tokens in front. A window of tokens is decoded with and without the new ones; what is added is their text.
+    before: the tokens in front. A window of tokens is decoded with and without the new ones; what is added is their text. It begins
+    with tokens that have a text, for decoders leave out a space that nothing is in front of.
     """
     longest = max((len(stop) for stop in stops), default=1)
     ids, shown, window = list(before), len(before), 0
@@ -22,7 +23,7 @@ def stream_text(
         old, new = decode(ids[window:shown]), decode(ids[window:end])
         if end == shown or (new.endswith("\ufffd") and not last and end - shown < HELD_TOKENS):
             return ""
-        window, shown = shown, end
+        window, shown = (shown if decode(ids[shown:end]) else window), end
         return new[len(old) :]
 
     for token in tokens:

@@ -21,7 +21,7 @@ from parallax.data.encoding.pool import encode_blocks, usable_cores
 from parallax.data.encoding.sources import Format
 from parallax.data.indexed import IndexedWriter
 from parallax.data.indexed.layout import index_dtype, paths_of
-from parallax.data.tokenizers import Tokenizer, load_tokenizer
+from parallax.data.tokenizers import Tokenizer, load_tokenizer, saved_fingerprint
 from parallax.errors import ConfigError
 
 SHOWN_PROBLEMS = 20
@@ -147,6 +147,7 @@ def _write_record(options: BuildOptions, tokenizer: Tokenizer, built: Built) -> 
     record: dict[str, Any] = {
         "tokenizer": tokenizer.description,
         "tokenizer_fingerprint": tokenizer.fingerprint,
+        "saved_tokenizer_fingerprint": saved_fingerprint(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eos_id if options.append_eod else None,
         "dtype": built.dtype,

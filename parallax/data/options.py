@@ -23,12 +23,12 @@ class DataOptions:
         tuple[str, ...],
         named("data", "data-path", metavar="[WEIGHT] PATH ...", default="the source of Python's standard library"),
     ] = ()
-    """Text, .jsonl with a "text" key, folders of them, and token files; with a weight before each path, a blend."""
+    """Text, .jsonl or .parquet with a "text" key, also .gz, .zst, folders of them, token files; with weights, a blend."""
 
     tokenizer: Annotated[
         str | None, named("tokenizer", metavar="PATH|bytes", default="one trained once on that source, 4096 ids")
     ] = None
-    """A sentencepiece .model, a Hugging Face folder or tokenizer.json, or bytes."""
+    """A sentencepiece .model, a Hugging Face folder or tokenizer.json, a run or checkpoint of ours, or bytes."""
 
     eval_fraction: float = DEFAULT_EVAL_FRACTION
     """Share of the tokens that is held out for evaluation, 0 to 0.5; 0 holds out nothing."""

@@ -17,7 +17,7 @@ from parallax.data.cache import build_once, cache_folder, digest
 from parallax.data.checksums import DataFile, cached_by_stat, fingerprint_of, hash_file
 from parallax.data.indexed import IndexedDataset
 from parallax.data.token_store import TokenStore
-from parallax.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer
+from parallax.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer, saved_fingerprint
 from parallax.errors import ConfigError
 
 MAPPED_FROM = 1 << 20  # documents: 8 MiB in each rank
@@ -76,11 +76,12 @@ def _check_record(prefix: str, data: IndexedDataset, tokenizer: Tokenizer, flag:
         record = json.loads(path.read_text(encoding="utf-8"))
         same_files = (record["num_documents"], record["dtype"]) == (data.num_documents, data.dtype.name)
         fingerprint, name = record["tokenizer_fingerprint"], record["tokenizer"]
+        forms = {fingerprint, record.get("saved_tokenizer_fingerprint", fingerprint)}
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{flag}{path} is damaged ({error}); remove it, or build the files again.") from error
-    if same_files and fingerprint != tokenizer.fingerprint:
+    if same_files and fingerprint != tokenizer.fingerprint and saved_fingerprint(tokenizer) not in forms:
         raise ConfigError(
             f"{flag}{data.bin_path} was made with {_another(str(name), tokenizer.description)} ({path} says so)."
         )
@@ -93,7 +94,7 @@ def _another(made_with: str, given: str) -> str:
     again = "leave out --tokenizer" if made_with == DEFAULT_TOKENIZER else f"run with --tokenizer {made_with}"
     given = given if given == DEFAULT_TOKENIZER else f"--tokenizer {given}"
     made_with = made_with if made_with == DEFAULT_TOKENIZER else f"the tokenizer {made_with}"
-    why = f"{made_with}, and this run has {given}, to which its ids are other text"
+    why = f"{made_with}, and this run has {given}, to which its ids may be other text"
     return f"{why}; {again}, or build the files again with this run's"
 
 

@@ -116,6 +116,19 @@ def load_tokenizer(given: str | Path | None = None) -> Tokenizer:
     return SentencePieceTokenizer(source.path)
 
 
+def saved_fingerprint(tokenizer: Tokenizer) -> str:
+    """Return the fingerprint of the tokenizer as it is after it was saved and opened again, which may be another kind of it.
+
+    Equal ones give equal ids, but for the names of special tokens in a text, and the characters that are read as spaces.
+    """
+    saved = tokenizer.files().get("tokenizer.json")
+    return tokenizer.fingerprint if saved is None else _fingerprint_of_json(saved, tokenizer.eos_id)
+
+
+def _fingerprint_of_json(content: bytes, eos_id: int | None) -> str:
+    return digest("huggingface", content, str(eos_id))
+
+
 class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a document."""
 
@@ -217,7 +230,7 @@ class HuggingFaceTokenizer(Tokenizer):
         names_of_special = _special_names(self._files, path)
         self.eos_id = _special_id(self._fast, names_of_special.get("eos_token"), path, guesses=END_OF_TEXT_NAMES)
         self.bos_id = _special_id(self._fast, names_of_special.get("bos_token"), path)
-        self.fingerprint = digest("huggingface", self._files["tokenizer.json"], str(self.eos_id))
+        self.fingerprint = _fingerprint_of_json(self._files["tokenizer.json"], self.eos_id)
         self.description = self.given = str(path)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -231,3 +231,21 @@ def test_streamed_text_is_the_text(text: str, before: str, stops: tuple[tuple[in
 def test_bytes_that_are_no_text_are_shown_at_last() -> None:
     ids = [65, *[0xF0, 0x9F] * 20, 66]
     assert "".join(stream_text(iter(ids), [], [], decode_bytes)).endswith("B")
+
+
+def test_a_space_behind_a_special_token_is_shown() -> None:
+    """Decoders of sentencepiece-like tokenizers leave out the space of a text that nothing is in front of."""
+    from tests.data.chat.tokenizers_of_the_test import llama2_like
+
+    tokenizer = llama2_like()
+    hello, end = tokenizer.convert_tokens_to_ids(["\u2581hello", "</s>"])
+    ids = [hello, end, hello, end, end, hello]
+    text = "".join(stream_text(iter(ids), [hello], [], lambda some: tokenizer.decode(some, skip_special_tokens=True)))
+    assert text == " hello hello hello"
+
+
+def test_a_prompt_without_its_option_is_told_where_it_belongs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, folder, "hello", "there")
+    assert status == 2 and "hello there stands alone; a text to continue is given as --prompt TEXT" in err
+    assert err.count("\n") == 1
+    assert "1 token read, 1 generated" in run(capsys, folder, "--prompt", "", "--max-tokens", 1)[2]

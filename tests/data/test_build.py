@@ -63,6 +63,16 @@ def test_documents_end_with_the_end_of_text_when_that_is_asked_for(tmp_path: Pat
     assert with_eod.dtype.name == "uint16"
 
 
+def test_documents_that_run_into_each_other_are_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from parallax.cli.data import run_build
+
+    path = tmp_path / "a.jsonl"
+    for number, append, told in ((2, False, 1), (2, True, 0), (1, False, 0)):
+        path.write_text('{"text": "hello"}\n' * number)
+        assert run_build(BuildOptions([str(path)], "bytes", str(tmp_path / "out"), 1, append_eod=append)) == 0
+        assert capsys.readouterr().err.count("--append-eod ends each with one") == told
+
+
 def test_gz_zst_parquet_and_text_hold_the_same_documents(tmp_path: Path) -> None:
     texts = ["one", ODD, "x" * 5000]
     path = jsonl(tmp_path / "a.jsonl", texts)

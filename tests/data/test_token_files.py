@@ -13,7 +13,7 @@ from parallax.data.build import BuildOptions, build
 from parallax.data.checksums import changed_files
 from parallax.data.options import check
 from parallax.data.token_files import token_files
-from parallax.data.tokenizers import DEFAULT_TOKENIZER, ByteTokenizer
+from parallax.data.tokenizers import DEFAULT_TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
 from parallax.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ def test_a_build_of_another_tokenizer_is_refused_by_its_record(tmp_path: Path) -
     prefix = str(tmp_path / "built")
     build(BuildOptions([str(corpus(tmp_path, "a"))], "bytes", prefix, 1))
     record = Path(prefix + ".build.json")
-    record.write_text(record.read_text().replace('"tokenizer_fingerprint": "', '"tokenizer_fingerprint": "0'))
+    record.write_text(record.read_text().replace('tokenizer_fingerprint": "', 'tokenizer_fingerprint": "0'))
     with pytest.raises(
         ConfigError, match=r"built\.bin was made with bytes as it was then, and that is another tokenizer now"
     ):
@@ -107,6 +107,26 @@ def test_a_build_of_another_tokenizer_is_refused_by_its_record(tmp_path: Path) -
     record.write_text("{")
     with pytest.raises(ConfigError, match=r"built\.build\.json is damaged"):
         token_files(prefix, ByteTokenizer())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "default"])
+def test_a_tokenizer_and_what_is_saved_of_it_are_no_two_tokenizers(
+    kind: str, tmp_path: Path, default_tokenizer: Tokenizer
+) -> None:
+    ours = ByteTokenizer() if kind == "bytes" else default_tokenizer
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved")
+    assert saved.fingerprint != ours.fingerprint
+    prefix = str(tmp_path / "built")
+    for given in (ours.given, saved.given):
+        build(BuildOptions([str(corpus(tmp_path, "a"))], given, prefix, 1))
+        for tokenizer in (ours, saved):
+            assert len(token_files(prefix, tokenizer).tokens)
+    text = (tmp_path / "saved" / "tokenizer.json").read_text()
+    (tmp_path / "other.json").write_text(text.replace("{", "{ ", 1))  # whose ids could be any
+    with pytest.raises(ConfigError, match="to which its ids may be other text"):
+        token_files(prefix, load_tokenizer(tmp_path / "other.json"))
 
 
 def test_files_of_different_builds_are_refused(tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ class ChatOptions:
         tuple[str, ...],
         named("data", metavar="[WEIGHT] PATH ...", default="questions on Python's standard library"),
     ] = ()
-    """Files of chats, .jsonl or .parquet; with numbers before them, their shares of the rows: 0.7 a.jsonl 0.3 b.jsonl."""
+    """Files of chats, .jsonl (also .gz, .zst) or .parquet; with weights, shares of the rows: 0.7 a.jsonl 0.3 b.jsonl."""
 
     tokenizer: Annotated[
         str | None,
         named("tokenizer", metavar="PATH|bytes", default="the model's; of fresh weights that of pretrain.py"),
     ] = None
-    """A Hugging Face folder or tokenizer.json, a sentencepiece .model, or bytes."""
+    """A Hugging Face folder or tokenizer.json, a sentencepiece .model, a run or checkpoint of ours, or bytes."""
 
     template: Annotated[
         str | None, named("template", metavar="NAME|FILE", default="the tokenizer's own; chatml where it has none")

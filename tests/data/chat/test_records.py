@@ -82,7 +82,7 @@ def test_a_call_without_arguments_has_none_in_whatever_words(nothing: Any) -> No
 
 
 def test_text_is_told_to_be_for_the_other_program_and_long_numbers_are_told_in_a_users_words(tmp_path: Path) -> None:
-    with pytest.raises(BadChat, match="but each record must have .*; text to go on with is for pretrain.py"):
+    with pytest.raises(BadChat, match=r"but each record must have .*; text to go on with is for pretrain\.py"):
         to_chat({"text": "Once upon a time"})
     path = tmp_path / "a.txt"
     path.write_text("Once upon\na time\n")
