@@ -118,8 +118,9 @@ def _report(built: Built, seconds: float) -> None:
         if count
     ]
     size = built.bin_path.stat().st_size + built.idx_path.stat().st_size
+    documents = "1 document" if built.num_documents == 1 else f"{built.num_documents:,} documents"
     print(
-        f"{built.bin_path} and {built.idx_path.name}: {built.num_documents:,} documents, {built.num_tokens:,} tokens "
+        f"{built.bin_path} and {built.idx_path.name}: {documents}, {built.num_tokens:,} tokens "
         f"({built.dtype}), {size / 2**20:,.1f} MiB, in {seconds:.1f} s"
         + f"; left out {', '.join(left_out)}"
         * bool(left_out)
