@@ -25,7 +25,7 @@ def _said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, st
             "--stagess is no option of parallax schedule show; the nearest is --stages",
         ),
         ("checkpoint verify run --zzz", "--zzz is no option of parallax checkpoint verify; --help lists all options"),
-        ("generate model extra", "unrecognized arguments: extra; see parallax --help"),
+        ("generate model extra", "extra stands alone; a text to continue is given as --prompt TEXT, in quotes"),
         ("data", "the following arguments are required: COMMAND; see parallax data --help"),
     ],
 )
