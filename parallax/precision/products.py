@@ -6,7 +6,7 @@
 
 Each is a @ b^T of two operands that a backend multiplies. Weights have square tiles, so that fprop and dgrad share their
 bytes; dy and x are quantised anew for wgrad, from the tensor itself: a quantised one cannot be transposed, its tiles lie along
-the wrong dim. Tiles along tokens begin anew with each sample, so that no micro-batch size changes a byte.
+the wrong dim. Tiles along tokens begin anew with each sample, so that no other sample of its micro-batch changes its bytes.
 """
 
 from __future__ import annotations

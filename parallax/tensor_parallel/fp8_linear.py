@@ -1,7 +1,8 @@
 """Column- and row-parallel linear layers whose products run in FP8; the communication is that of parallax.tensor_parallel.linear.
 
 What travels is never FP8: inputs are gathered in the model's type and quantised whole; parts of a sum over tp are handed on in
-float64 by the reference, so that they are rounded once, after the sum, as in one process.
+float64 by the reference, so that they are rounded once, after the sum, as in one process. Gradients of weights are not: what adds
+them up over data-parallel ranks is parallax.data_parallel, in fp32.
 
 The input is kept for backward as it is, which a neighbouring operator often keeps anyway, and quantised again there for wgrad.
 What is put off for a later W is the two operands in FP8.
