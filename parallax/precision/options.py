@@ -108,7 +108,7 @@ class Fp8Options:
     def shares(self, layers: Layers, tp: int) -> dict[str, int]:
         """Return the size of the dim that tp ranks cut, as each has it, for each layer that runs in FP8; nothing is cut for one."""
         cut = {name: sizes[name.split(".")[-1] in ROW_PARALLEL] for name, sizes in self._in_fp8(layers).items()}
-        return {} if tp == 1 else {name: size // tp for name, size in cut.items()}
+        return {} if tp == 1 else {name: size // tp for name, size in cut.items() if size % tp == 0}
 
     def check_shares(self, layers: Layers, tp: int) -> list[str]:
         """Return what keeps tp ranks' shares from running in FP8 on a GPU, a sentence each; tiles may be cut anywhere."""
@@ -126,7 +126,7 @@ class Fp8Options:
     def check_key_value_heads(self, layers: Layers, heads: int, tp: int) -> list[str]:
         """Return what keeps tp ranks that share a key-value head from quantising its gradient: each has a part of it."""
         shared = [name for name in self._in_fp8(layers) if name.split(".")[-1] in ("k_proj", "v_proj")]
-        if tp <= heads or not shared:
+        if tp <= heads or tp % heads or not shared:  # what does not divide is told of the model
             return []
         return [
             f"--precision fp8 with --tp {tp} needs as many key-value heads, not {heads}: the {tp // heads} ranks that share one "

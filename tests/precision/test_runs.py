@@ -172,6 +172,12 @@ def test_sizes_that_tensor_parallelism_cuts_inside_a_tile_are_taken() -> None:
         assert problems_of(f"--precision fp8 --fp8-recipe delayed --tp 2 {delayed}", 2) == []
 
 
+@pytest.mark.parametrize("recipe", ["tile", "delayed"])
+def test_sizes_that_do_not_divide_over_the_ranks_are_told_of_the_model_alone(recipe: str) -> None:
+    problems = problems_of(f"--precision fp8 --fp8-recipe {recipe} --tp 5", 5)
+    assert problems and not any("fp8" in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize(
     "keep",
     ["k_proj v_proj", "self_attn", "*.k_proj *.v_proj", "self_attn.k_proj self_attn.v_proj", "model.layers.*_attn"],
