@@ -244,10 +244,9 @@ def reduce_scatter_into_start(whole: torch.Tensor, group: Group | None) -> Pendi
 
 def _summing_part(whole: torch.Tensor, part: torch.Tensor, group: Group, call: _Call) -> Pending:
     """Begin the reduce_scatter of flat `whole` into `part`, over the network."""
-    if whole.is_cuda:
-        return _Waiting(_reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True), call)
-    # gloo's own reduce_scatter is an all_reduce of a copy, so it sends twice as much as needs to be sent.
-    return _sum_rows(whole, part, group, call)
+    if not whole.is_cuda:  # gloo's own is an all_reduce of a copy, which sends twice as much as has to be sent
+        return _sum_rows(whole, part, group, call)
+    return _Waiting(_reduce_scatter_flat(part, whole, group=_process_group(group), async_op=True), call)
 
 
 class _SumRows:

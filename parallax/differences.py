@@ -85,7 +85,8 @@ _MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptio
 def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return, each as a clause, the differences that would make a resumed run another one."""
     found = [difference for difference in differences(before, now) if not difference.harmless]
-    found = [difference for difference in found if not _follows(difference, {each.name for each in found})]
+    names = {difference.name for difference in found}
+    found = [difference for difference in found if not _follows(difference, names)]
     other_program = [str(difference) for difference in found if difference.name == "program"]
     if other_program:
         return other_program  # then everything else differs too

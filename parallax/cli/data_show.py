@@ -84,7 +84,7 @@ def _show_chats(words: argparse.Namespace) -> int:
     from parallax.data.chat.encoded import spans
     from parallax.data.chat.encoder import load_chat_encoder, notice_of_ids, problem_of_ids
     from parallax.data.chat.files import check_chat_file
-    from parallax.data.chat.store import Sample, encode_chats, only_good, read_located
+    from parallax.data.chat.store import Sample, encode_chats, no_chats, only_good, read_located
 
     if problems := [problem for path in words.paths for problem in check_chat_file(path)]:
         raise ConfigError(problems)
@@ -111,10 +111,7 @@ def _show_chats(words: argparse.Namespace) -> int:
             print(f"{sample.file}, line {sample.line}: {len(sample.input_ids):,} tokens, {learned:,} learned")
             print("".join(_marked(encoder.pieces(sample.input_ids), found, coloured)).rstrip("\n") + "\n")
     if not num_chats and words.limit != 0:
-        reason = (
-            f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "; give one with chats."
-        )
-        raise ConfigError(f"{' '.join(words.paths)} holds no chat{' that can be used' if bad else ''}{reason}")
+        raise ConfigError(no_chats(" ".join(words.paths), bad))
     share = f" ({num_learned / num_tokens:.1%})" if num_tokens else ""
     if not words.json:
         noun = "chat" if num_chats == 1 else "chats"

@@ -11,11 +11,6 @@ import torch
 
 from parallax.data_parallel.bucket import GradientBuckets
 
-# Elements made fp64 at a time: on a CPU what its cache holds. Sums in fp32 would depend on where the ranks' slices end, and the
-# factor that all gradients are clipped by would round to another fp32 number in one layout than in another.
-_CHUNK = {"cpu": 1 << 16}
-_CHUNK_OF_OTHERS = 1 << 22
-
 
 def local_squared_norm(buckets: GradientBuckets) -> torch.Tensor:
     """Return this rank's part of the squared gradient norm, a float64 scalar, after `finish()`.
@@ -29,9 +24,14 @@ def local_squared_norm(buckets: GradientBuckets) -> torch.Tensor:
 
 
 def squared_norm(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of a flat tensor, a float64 scalar."""
+    """Return the sum of the squares of a flat tensor, a float64 scalar.
+
+    Sums in fp32 would depend on where the ranks' slices end, and the factor that all gradients are clipped by would round to
+    another fp32 number in one layout than in another.
+    """
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for chunk in flat.split(_CHUNK.get(flat.device.type, _CHUNK_OF_OTHERS)):
+    # Elements made fp64 at a time: on a CPU what its cache holds.
+    for chunk in flat.split(1 << 16 if flat.device.type == "cpu" else 1 << 22):
         exact = chunk.double()
         total += torch.dot(exact, exact)
     return total

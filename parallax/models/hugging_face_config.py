@@ -74,10 +74,8 @@ def read_fields(path: str | Location) -> dict[str, Any]:
         raise ConfigError(f"there is no {file}; a Hugging Face config.json is needed") from None
     except RecursionError:
         raise ConfigError(f"{file} cannot be read as JSON: it is nested too deeply") from None
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # also what is no UTF-8; of a long number Python says what a programmer could do
+    except (OSError, ValueError) as error:  # also what is no UTF-8
+        # Of a number of thousands of digits Python says which of its own settings to change.
         raise ConfigError(f"{file} cannot be read as JSON: {str(error).partition('; use sys.')[0]}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{file} holds no JSON object; a Hugging Face config.json is needed")

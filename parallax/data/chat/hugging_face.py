@@ -144,9 +144,8 @@ class HuggingFaceTemplate:
         if is_last:
             follows = self._around([*until, {"role": "user", "content": "so"}], chat.tools, mark)[1]
         end = self._common_beginning(at_the_end, follows)
-        if len(end) < len(
-            at_the_end
-        ):  # what the template puts last, such as the system's words, may begin like what follows
+        if len(end) < len(at_the_end):
+            # What the template puts last, such as the system's words, may begin like what follows.
             bare = [message for message in until if message["role"] != "system"]
             try:
                 end = self._common_beginning(end, self._around(bare, (), mark)[1])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +101,13 @@ class Sample:
         return f"--data {self.file}, line {self.line}: {self.bad}."
 
 
+def no_chats(source: str, bad: Sequence[Sample]) -> str:
+    """Say that `source` has no chats, but for those that cannot be used, `bad`."""
+    if not bad:
+        return f"{source} holds no chat; give one with chats."
+    return f"{source} holds no chat that can be used: {len(bad):,} are left out, the first because: {bad[0].problem}"
+
+
 def encode_chats(chats: Iterable[Located], encoder: ChatEncoder, train_on: TrainOn) -> Iterator[Sample]:
     """Yield each chat as a sample, or what is wrong with it."""
     for file, line, chat in chats:
@@ -146,10 +153,7 @@ def _write(folder: Path, samples: Iterable[Sample], source: str, skip_bad: bool,
             labels.append(int((sample.weights[1:] > 0).sum()))  # the first token is predicted from nothing
             has_weights |= not np.isin(sample.weights, (0, 1)).all()
     if not lines:
-        reason = (
-            f": {len(bad):,} are left out, the first because: {bad[0].problem}" if bad else "; give one with chats."
-        )
-        raise ConfigError(f"{source} holds no chat{' that can be used' if bad else ''}{reason}")
+        raise ConfigError(no_chats(source, bad))
     for name, column in (("starts", starts), ("lines", lines), ("labels", labels)):
         np.save(folder / f"{name}.npy", np.frombuffer(column, dtype=np.int64).astype("<i8"), allow_pickle=False)
     record = {
