@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from parallax.checkpoint.manifest import read_manifest
 from parallax.checkpoint.names import MANIFEST, MODEL, step_name
+from parallax.checkpoint.place import is_cut
 from parallax.checkpoint.verify import check_files
 from parallax.errors import ConfigError
 from parallax.models.hugging_face_config import read_fields
-from parallax.storage import Location, location
+from parallax.storage import Location, RemotePath, location
 
 if TYPE_CHECKING:
     from parallax.mesh import Mesh
@@ -26,6 +27,11 @@ def list_checkpoints(root: str | Location) -> list[tuple[int, Location]]:
     return sorted(
         ((step, path) for step, path in found if path.is_dir() and path.name == step_name(step)), reverse=True
     )
+
+
+def finished(root: str | Location) -> list[str]:
+    """Return the names of the checkpoints under `root`, newest first, good or damaged, but of no save that was cut."""
+    return [path.name for _, path in list_checkpoints(root) if not (isinstance(path, RemotePath) and is_cut(path))]
 
 
 def find_latest(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -107,7 +108,10 @@ def read_manifest(folder: Location) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if (isinstance(path, Path) and path.is_symlink()) or num_bytes(path) > MAX_MANIFEST_BYTES:
+        is_file = not isinstance(path, Path) or stat.S_ISREG(
+            path.lstat().st_mode
+        )  # no link, and no pipe that never ends
+        if not is_file or num_bytes(path) > MAX_MANIFEST_BYTES:
             raise ConfigError(f"{path} is no manifest of a checkpoint")
         text = path.read_bytes()
     except OSError as error:
@@ -116,7 +120,7 @@ def read_manifest(folder: Location) -> Manifest:
         raise ConfigError(f"{folder} is no complete checkpoint: {MANIFEST} cannot be read ({error.strerror})") from None
     try:
         return _parse(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{path} is damaged: {reason}") from None
 

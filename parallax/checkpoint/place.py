@@ -86,13 +86,18 @@ def remove_leftovers(root: Location) -> None:
     """Remove what saves and removals that were cut have left under `root`; raises OSError."""
     if isinstance(root, RemotePath):
         for folder in root.iterdir() if root.is_dir() else ():
-            if is_step(folder.name) and (folder / MARK).is_file() and not (folder / MANIFEST).is_file():
+            if is_step(folder.name) and is_cut(folder):
                 folder.remove()
         return
     for leftover in root.glob(f"step-*{PARTIAL}"):
         name, _, _ = leftover.name.partition(".")
         if is_step(name):
             _remove(leftover)
+
+
+def is_cut(folder: RemotePath) -> bool:
+    """Whether this is what a save or a removal has left that was cut."""
+    return (folder / MARK).is_file() and not (folder / MANIFEST).is_file()
 
 
 def is_step(name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from parallax.checkpoint.agreement import together
 from parallax.checkpoint.background import BackgroundSaver
-from parallax.checkpoint.find import find_latest
+from parallax.checkpoint.find import find_latest, finished
 from parallax.checkpoint.load import load, read_state
 from parallax.checkpoint.names import step_of
 from parallax.checkpoint.parts import CheckpointParts
@@ -79,6 +79,12 @@ class Resume:
         Raises ConfigError, the same on all ranks, if going on from there would not continue the run that was saved.
         """
         newest = find_latest(self.root, mesh, older_than, _warn)
+        if newest is None and older_than is None and (damaged := self._damaged(mesh)):
+            raise ConfigError(
+                f"{self.root} holds the checkpoint{'s' * (len(damaged) > 1)} {', '.join(damaged[:3])}"
+                f"{' and older ones' * (len(damaged) > 3)}, and none is whole; a new run there would overwrite them: "
+                f"see parallax checkpoint verify, move them away, or give another --out"
+            )
         if self.choice == "none":
             if newest is not None:
                 raise ConfigError(
@@ -103,6 +109,11 @@ class Resume:
             hint = "give it as it was, or another --out for a new run"
             raise ConfigError([f"{start} is of another run: {problem}; {hint}" for problem in problems])
         return start
+
+    def _damaged(self, mesh: Mesh) -> list[str]:
+        """Return the names of the checkpoints that there are, where none can be used; called by all ranks."""
+        found = together(lambda: finished(self.root) if mesh.rank == 0 else [], mesh, f"searching {self.root}")
+        return gather_json(found, mesh.world, mesh.device)[0]
 
     def restore(self, start: Location | None, parts: CheckpointParts, mesh: Mesh) -> tuple[Location | None, TrainState]:
         """Load weights, optimizer states and counters in place; return from where, and the counters. Called by all ranks.

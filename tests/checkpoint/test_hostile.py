@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -152,6 +153,23 @@ def test_a_link_to_a_folder_outside_is_refused(folder: Path, tmp_path: Path) -> 
     name = f"link/{next((tmp_path / 'outside').iterdir()).name}"
     change_manifest(folder, lambda fields: _rename_in_manifest(fields, name))
     assert "is no regular file inside the checkpoint" in refused(folder)
+
+
+def test_a_pipe_in_the_place_of_the_manifest_is_refused_and_not_waited_for(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    assert verify(folder) == [f"{folder}/manifest.json is no manifest of a checkpoint"]
+    assert find_latest(folder.parent) is None
+
+
+def test_a_slice_that_starts_nowhere_is_refused(folder: Path) -> None:
+    def change(fields: dict[str, Any]) -> None:
+        name = next(name for name, record in fields["tensors"]["model"].items() if record["shape"])
+        fields["tensors"]["model"][name]["slices"][0]["start"] = []
+
+    change_manifest(folder, change)
+    (problem,) = verify(folder)
+    assert "manifest.json is damaged" in problem
 
 
 def test_slices_of_exabytes_are_refused(folder: Path) -> None:

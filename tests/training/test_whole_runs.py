@@ -79,6 +79,18 @@ def test_a_command_that_has_nothing_to_do_leaves_the_record_of_the_run(
     assert (folder / "run" / "config.json").read_bytes() != before
 
 
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_where_every_checkpoint_is_damaged_no_new_run_overwrites_them(resume: str, folder: Path) -> None:
+    command = f"--out {folder}/run --steps 4 --save-every 2 --eval-every 0"
+    assert run(single_process_mesh(), [command], str(folder)) == [[]]
+    for step in (folder / "run" / "checkpoints").iterdir():
+        (step / "model" / "training_args.bin").touch()  # what looks like a pickle is refused
+    before = contents(folder / "run")
+    ((problem,),) = run(single_process_mesh(), [f"{command} --resume {resume}"], str(folder))
+    assert "holds the checkpoints step-00000004, step-00000002, and none is whole" in problem
+    assert contents(folder / "run") == before
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)], ids=str)
 def test_four_steps_equal_two_and_two_more_bit_for_bit(layout: Layout, folder: Path) -> None:
     always = f"--tp {layout.tp} --pp {layout.pp} --eval-every 0 --lr-decay-steps 4 --warmup-steps 1"
