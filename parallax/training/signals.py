@@ -6,7 +6,8 @@
 
 A signal reaches this process in two ways. Python's own handler runs only between two bytecodes, which may be minutes
 away while the process waits in C for another rank; so the kernel's side also writes the signal's number into a pipe
-(signal.set_wakeup_fd), and a thread reads it there. The first signal is noted; a second one exits at once.
+(signal.set_wakeup_fd), and a thread reads it there. While Python runs it is the handler that is first, since the thread has to wait
+for its turn. The first signal is noted; a second one, which only the thread tells from the first, exits at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from parallax.errors import EXIT_TIME_UP
@@ -53,7 +54,8 @@ class StopRequests:
 
     def __init__(self, exit_after_minutes: float | None = None) -> None:
         self._deadline = None if exit_after_minutes is None else time.monotonic() + 60 * exit_after_minutes
-        self._received: int | None = None
+        self._received: int | None = None  # as the thread has read it
+        self._handled: int | None = None  # as the handler was told
         self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> StopRequests:
@@ -61,9 +63,7 @@ class StopRequests:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._handlers_before: dict[int, Any] = {
-                number: signal.signal(number, lambda *_: None) for number in SIGNALS
-            }
+            self._handlers_before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in SIGNALS}
             self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="signals", daemon=True)
             self._thread.start()
         return self
@@ -83,9 +83,13 @@ class StopRequests:
 
     def code(self) -> float:
         """Return this rank's number, 0 if it was asked for nothing; the sum over all ranks is what `decode` takes."""
-        if self._received is not None:
-            return float(_UNITS[signal.Signals(self._received)])
+        number = self._received if self._received is not None else self._handled
+        if number is not None:
+            return float(_UNITS[signal.Signals(number)])
         return float(_TIME_UP) if self._deadline is not None and time.monotonic() >= self._deadline else 0.0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._handled = number
 
     def _watch(self, pipe: int) -> None:
         while received := os.read(pipe, 64):

@@ -113,6 +113,18 @@ def test_reasons_of_many_ranks_add_up_to_one() -> None:
     assert everything is not None and everything.status == 143
 
 
+def test_a_signal_is_known_at_once_however_late_the_thread_comes_to_its_turn() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # no other thread runs
+    try:
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGTERM)
+            found = decode(requests.code())
+    finally:
+        sys.setswitchinterval(interval)
+    assert found is not None and found.status == 143
+
+
 def test_handlers_and_files_are_as_before_afterwards() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     open_before = len(list(Path("/proc/self/fd").iterdir()))
