@@ -69,7 +69,7 @@ _WHOLE_GRADIENTS = ("DDP", "DDP + ZeRO", "FSDP2")
 _DIVIDED = ("FSDP2, zero 2", "FSDP2, zero 3")
 _BY_STAGE = {
     "parallax": _WHOLE_GRADIENTS,
-    "parallax, late gather": _WHOLE_GRADIENTS,
+    "parallax, gather at once": _WHOLE_GRADIENTS,
     "parallax, zero 0": _WHOLE_GRADIENTS,
     "parallax, zero 2": ("FSDP2, zero 2",),
     "parallax, zero 3": ("FSDP2, zero 3",),

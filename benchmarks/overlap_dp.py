@@ -30,13 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-BLOCKS = 12
 SIDE = 512  # of a block's square matrix: 1 MiB of fp32
 CONTESTANTS = {
     "zero 0": {"zero": 0},
-    "zero 1": {"zero": 1},
-    "zero 1, --overlap-param-gather": {"zero": 1, "overlap_gather": True},
-    "zero 2, --overlap-param-gather": {"zero": 2, "overlap_gather": True},
+    "zero 1, --overlap-param-gather off": {"zero": 1},
+    "zero 1": {"zero": 1, "overlap_gather": True},
+    "zero 2": {"zero": 2, "overlap_gather": True},
     "zero 3": {"zero": 3},
     "DDP": {},
 }
@@ -48,6 +47,9 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, default=1.0, help="rate of each rank's link")
     parser.add_argument(
         "--forward", type=float, default=0.010, help="seconds of a block's forward; its backward has twice that"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=24, help="what is sent for the last one in backward can't be hidden by any other"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="contestants that have this in their name")
@@ -69,7 +71,7 @@ def main() -> None:
         sys.exit(f"not measured: {error}")
     links = "loopback" if options.loopback else f"links of {options.gbit:g} Gbit/s"
     print(
-        f"\n{options.ranks} ranks, {links}; {BLOCKS} blocks of {SIDE * SIDE * 4 / 2**20:g} MiB, milliseconds of a step"
+        f"\n{options.ranks} ranks, {links}; {options.blocks} blocks of {SIDE * SIDE * 4 / 2**20:g} MiB, milliseconds of a step"
     )
     print(f"{'':34}{'whole':>9}{'computing':>11}{'communication':>15}{'exposed':>9}{'hidden':>9}")
     rows = {}
@@ -100,7 +102,9 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     names = [name for name in CONTESTANTS if options.only in name]
-    plan = json.dumps({"forward": options.forward, "rounds": options.rounds, "ranks": options.ranks, "names": names})
+    plan = json.dumps(
+        {name: getattr(options, name) for name in ("forward", "rounds", "ranks", "blocks")} | {"names": names}
+    )
     loopback: Any = nullcontext([([], {"MASTER_ADDR": "127.0.0.1"})] * options.ranks)
     with loopback if options.loopback else namespaces(options.ranks, options.gbit * 1e9) as places:
         processes = [
@@ -143,7 +147,7 @@ def measure(plan: dict[str, Any]) -> None:
                 forward = plan["forward"] if kind in ("whole", "computing") else 0.0
                 where = mesh if kind in ("whole", "communication") else alone
                 make = _replicated if name == "DDP" else _parallax
-                steps[name, kind] = make(where, forward, **choices)
+                steps[name, kind] = make(where, plan["blocks"], forward, **choices)
         seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in plan["names"]}
         for number in range(plan["rounds"] + 1):
             for (name, kind), step in steps.items():
@@ -159,7 +163,7 @@ def measure(plan: dict[str, Any]) -> None:
             print(json.dumps(seconds), flush=True)
 
 
-def _blocks(forward: float) -> Any:
+def _blocks(number: int, forward: float) -> Any:
     """Return blocks that wait: forward once, backward twice as long, before their gradients are there."""
     import torch
     from torch import nn
@@ -185,17 +189,17 @@ def _blocks(forward: float) -> Any:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return Wait.apply(input, self.weight)
 
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    return nn.Sequential(*(Block() for _ in range(number)))
 
 
-def _parallax(mesh: Any, forward: float, **choices: Any) -> Callable[[], None]:
+def _parallax(mesh: Any, blocks: int, forward: float, **choices: Any) -> Callable[[], None]:
     import torch
 
     from parallax.data_parallel import GradientBuckets, ShardedAdamW
     from parallax.tensor_parallel.facts import named_parameters_with_facts
     from parallax.tensor_parallel.scopes import around
 
-    model = _blocks(forward)
+    model = _blocks(blocks, forward)
     scopes = [around(f"block {number}", block) for number, block in enumerate(model)]
     named = list(named_parameters_with_facts(model))
     buckets = GradientBuckets(named, mesh, bucket_elements=SIDE * SIDE, scopes=[scopes], **choices)
@@ -215,12 +219,12 @@ def _parallax(mesh: Any, forward: float, **choices: Any) -> Callable[[], None]:
     return step
 
 
-def _replicated(mesh: Any, forward: float) -> Callable[[], None]:
+def _replicated(mesh: Any, blocks: int, forward: float) -> Callable[[], None]:
     """torch's DistributedDataParallel, with buckets of the same size, and its fused AdamW."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    model = _blocks(forward)
+    model = _blocks(blocks, forward)
     trained = DistributedDataParallel(model, bucket_cap_mb=SIDE * SIDE * 4 / 2**20) if mesh.world is not None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     input = torch.ones(4, 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.data.checksums import changed_files
-from parallax.models.options import ModelOptions
+from parallax.models.options import OPTION_OF_FIELD, ModelOptions
 from parallax.precision.options import Fp8Options
 from parallax.storage import is_address, location
 
@@ -37,7 +37,8 @@ class Difference:
             return "the same options give another table of FP8 layers in this version of the program"
         if self.name in _FINGERPRINTS:
             return f"the {self.name} is not the same"
-        return f"{self.name.replace('_', '-')} was {_shown(self.before)} and is now {_shown(self.now)}"
+        name = OPTION_OF_FIELD.get(self.name, self.name).replace("_", "-")
+        return f"{name} was {_shown(self.before)} and is now {_shown(self.now)}"
 
 
 # What a run's identity holds beside its options, and options whose default depends on another.
@@ -84,6 +85,8 @@ _MODEL_OPTIONS = frozenset(entry.name for entry in dataclasses.fields(ModelOptio
 
 def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return, each as a clause, the differences that would make a resumed run another one."""
+    if (odd := _odd_field(before)) is not None:
+        return [f"its {odd} is none that a run has"]
     found = [difference for difference in differences(before, now) if not difference.harmless]
     names = {difference.name for difference in found}
     found = [difference for difference in found if not _follows(difference, names)]
@@ -103,6 +106,23 @@ def changes_that_matter(before: dict[str, Any], now: dict[str, Any]) -> list[str
         if difference.name == "data_files" and (files := changed_files(difference.before or [], difference.now or [])):
             clauses = [*(clause for clause in clauses if clause != _DATA_CHANGED), *files]
     return clauses
+
+
+def _odd_field(identity: Any) -> str | None:
+    """Return which field of a saved identity is not of the kind that a run saves, None if all are."""
+    if not isinstance(identity, dict):
+        return "identity"
+    for part in ("options", "resolved", "model"):
+        if not isinstance(identity.get(part), dict):
+            return part
+    if not isinstance(identity["resolved"].get("init"), str | None):
+        return "init"
+    files = identity.get("data_files", [])
+    is_record = [
+        isinstance(file, list) and [type(value) for value in file] == [str, int, str]
+        for file in (files if isinstance(files, list) else [None])
+    ]
+    return None if all(is_record) else "data_files"
 
 
 def _follows(difference: Difference, names: set[str]) -> bool:

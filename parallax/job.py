@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from parallax.config import RunConfig
@@ -22,6 +22,8 @@ from parallax.mesh import Mesh, connect
 from parallax.training.lr import learning_rate
 
 if TYPE_CHECKING:
+    from parallax.storage import Location
+    from parallax.training.checkpoints import Resume
     from parallax.training.step import Objective
 
 
@@ -87,22 +89,31 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
     Raises ConfigError for what only shows once files are read or ranks compared, Stop when the run ends before its last step.
     """
     # Importing torch takes seconds, so it waits until the options and the data are known to be good.
+    from parallax.training.checkpoints import Resume, agree
+    from parallax.training.run_lock import only_run_in
+
+    identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    agree(identity | {"initial weights": str(config.init)}, mesh)
+    identity["data_files"] = data.files
+    resume = Resume(config.run.resume, config.checkpoints, identity, changes_that_matter)
+    # Before a checkpoint is chosen, or another run could save a newer one meanwhile.
+    with only_run_in(config.out, mesh):
+        _train(config, data, objective, mesh, resume)
+
+
+def _train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh, resume: Resume) -> None:
+    from parallax.checkpoint.agreement import together
     from parallax.checkpoint.initial_weights import load_weights, look_into
     from parallax.checkpoint.parts import CheckpointParts
     from parallax.training.build import DTYPES, build_train_step, describe_fp8
-    from parallax.training.checkpoints import Checkpoints, Resume, agree, only_run_in
+    from parallax.training.checkpoints import Checkpoints
     from parallax.training.fit import Evaluation, Run, fit
     from parallax.training.flops import total_peak_flops
     from parallax.training.metrics import Metrics
 
-    model, training, root = config.model_config, config.training, config.checkpoints
-    identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
-    agree(identity | {"initial weights": str(config.init)}, mesh)
-    identity["data_files"] = data.files
-    resume = Resume(config.run.resume, root, identity, changes_that_matter)
+    model, training = config.model_config, config.training
     start = resume.find(mesh)
     carried = look_into(None if start else config.init, config.carried_from, model, mesh)
-
     train_step = build_train_step(
         mesh,
         model,
@@ -130,27 +141,15 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
         if config.run.eval_every
     ]
 
-    with (
-        only_run_in(config.out, mesh),
-        Metrics(config.out, mesh.rank, config.steps, state.step) as metrics,
-    ):
+    def open_metrics() -> Metrics:
         if mesh.rank == 0 and state.step < config.steps:  # a command that does nothing leaves the record as it is
             config.save()
+        return Metrics(config.out, mesh.rank, config.steps, state.step)
+
+    with together(open_metrics, mesh, f"writing to --out {config.out}") as metrics:
         metrics.show(config.describe())
-        metrics.say(f"data           {data.description}")
-        for line in data.notices:
-            metrics.say(f"notice         {line}")
-        for line in describe_fp8(train_step.fp8, config.fp8_layers):
+        for line in _introduction(config, data, describe_fp8(train_step.fp8, config.fp8_layers), start, state.step):
             metrics.say(line)
-        if config.why_schedule is not None:
-            metrics.say(f"schedule       {config.why_schedule}")
-        metrics.say(f"going on from  {start}" if start else f"starting from  {config.describe_start()}")
-        if state.step >= config.steps:
-            decay = config.learning_rate.lr_decay_steps
-            kept = f" (and --lr-decay-steps {decay}, as before)" if decay is not None else ""
-            metrics.say(
-                f"nothing to do  step {state.step} of {config.steps} is done; ask for more --steps{kept}, or another --out"
-            )
         fit(
             Run(
                 config.run,
@@ -163,9 +162,27 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
                 metrics,
                 state,
                 lambda step: learning_rate(step, config.learning_rate),
-                Checkpoints(root, parts, identity, mesh, config.safety, say=metrics.say),
+                Checkpoints(config.checkpoints, parts, resume.identity, mesh, config.safety, say=metrics.say),
                 total_peak_flops(mesh, dtype),
                 config.out,
             )
         )
         metrics.say(f"done           {config.describe_end()}")
+
+
+def _introduction(
+    config: RunConfig, data: Prepared, fp8: Iterable[str], start: Location | None, step: int
+) -> Iterator[str]:
+    """Yield what the user is told before the first step, a line each. step: how many are done."""
+    yield f"data           {data.description}"
+    yield from (f"notice         {line}" for line in data.notices)
+    if config.safety.exit_after is not None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        yield "notice         torchrun --max-restarts starts this run again also after --exit-after, for as many minutes"
+    yield from fp8
+    if config.why_schedule is not None:
+        yield f"schedule       {config.why_schedule}"
+    yield f"going on from  {start}" if start else f"starting from  {config.describe_start()}"
+    if step >= config.steps:
+        decay = config.learning_rate.lr_decay_steps
+        kept = f" (and --lr-decay-steps {decay}, as before)" if decay is not None else ""
+        yield f"nothing to do  step {step} of {config.steps} is done; ask for more --steps{kept}, or another --out"

@@ -31,7 +31,11 @@ from parallax.pipeline.split import count_layers
 from parallax.storage import Location
 from parallax.training.stages import stage_ranges
 
-_SWITCHES = {"--use-distributed-optimizer": ("--zero", "1")}  # of Megatron-LM
+# Of Megatron-LM, which has them as switches.
+_SWITCHES = {
+    "--use-distributed-optimizer": ("--zero", "1"),
+    "--overlap-param-gather": ("--overlap-param-gather", "on"),
+}
 
 Asked = TypeVar("Asked", bound=TrainOptions)
 
@@ -74,10 +78,14 @@ def read_options(words: Sequence[str], kind: type[Asked]) -> tuple[Asked, list[s
     """Return the options that the words of a command line give, a --config file included, and what is wrong with them."""
     known = flags.flags_of(kind)
     given, problems = flags.read_words(_written_out(words), known)
+    asked_here = [known[name].path for name in given]
     if "config" in given:
         from_file, found = flags.read_file(given["config"][0], known, kind.program)
         given, problems = from_file | given, found + problems
-    return flags.build(kind, given, known, kind.program), problems
+    options = flags.build(kind, given, known, kind.program)
+    # Who asks for what is the default anyway, and forgets --precision fp8, must not train in another precision.
+    defaults = {name for group, name in asked_here if group == "fp8"} - set(options.fp8.changed)
+    return options, problems + options.fp8.without_effect(options.training.precision, sorted(defaults))
 
 
 def _written_out(words: Sequence[str]) -> list[str]:

@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +82,8 @@ def test_the_names_of_megatron_are_understood(pair: str) -> None:
 
 def test_a_switch_of_megatron_stands_before_other_options() -> None:
     assert options_of("--use-distributed-optimizer --lr 0.1").optimizer.zero == 1
+    for words, value in (("", "on"), ("--overlap-param-gather --lr 1", "on"), ("--overlap-param-gather off", "off")):
+        assert options_of(words).optimizer.overlap_param_gather == value
     assert problems_of("--zero 0 --use-distributed-optimizer") == ["--zero is given twice, as 0 and as 1; give it once"]
 
 
@@ -254,9 +258,7 @@ def test_only_differences_that_change_the_losses_matter() -> None:
     assert changes_that_matter(before, harmless.to_dict()) == []
     for words in ("--lr 2e-3", "--seed 1", "--global-batch 32", "--seq-len 64", "--precision bf16", "--weight-decay 0"):
         assert changes_that_matter(before, config_of(f"--tp 2 {words}", 4).to_dict())
-    assert changes_that_matter(before, config_of("--tp 2 --layers 9", 4).to_dict()) == [
-        "num-hidden-layers was 8 and is now 9"
-    ]
+    assert changes_that_matter(before, config_of("--tp 2 --layers 9", 4).to_dict()) == ["layers was 8 and is now 9"]
 
 
 def test_a_longer_run_is_the_same_run_only_with_the_same_decay() -> None:
@@ -281,6 +283,23 @@ def test_the_same_folder_named_otherwise_is_the_same_start(tmp_path: Path, monke
         assert len(changes_that_matter(saved, saved | {"init": other})) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "change"),
+    {
+        "identity": lambda saved: [saved],
+        "options": lambda saved: saved | {"options": 1},
+        "resolved": lambda saved: {name: value for name, value in saved.items() if name != "resolved"},
+        "model": lambda saved: saved | {"model": "tiny"},
+        "init": lambda saved: saved | {"resolved": saved["resolved"] | {"init": 7}},
+        "data_files": lambda saved: saved | {"data_files": [["a.txt", 3, ["checksum"]]]},
+    }.items(),
+)
+def test_a_saved_run_with_an_odd_field_is_another_run(field: str, change: Callable[[dict], Any]) -> None:
+    saved = json.loads(json.dumps(config_of().to_dict()))
+    assert changes_that_matter(saved, saved) == []
+    assert changes_that_matter(change(saved), saved) == [f"its {field} is none that a run has"]
+
+
 def test_fingerprints_are_compared_where_they_were_added() -> None:
     saved = config_of().to_dict()
     assert changes_that_matter(saved | {"data": "a"}, saved | {"data": "a"}) == []
@@ -301,9 +320,7 @@ def test_of_fp8_only_what_an_option_can_undo_is_told() -> None:
     assert changes_that_matter(tile, config_of("--precision fp8 --fp8-scales pow2").to_dict()) == [
         "fp8-scales was fp32 and is now pow2"
     ]
-    assert changes_that_matter(tile, config_of("--precision fp8 --layers 9").to_dict()) == [
-        "num-hidden-layers was 8 and is now 9"
-    ]
+    assert changes_that_matter(tile, config_of("--precision fp8 --layers 9").to_dict()) == ["layers was 8 and is now 9"]
     other_table = tile | {"fp8_layers": delayed["fp8_layers"]}  # of another version of the program
     assert changes_that_matter(tile, other_table | {"data": "b"}) == [
         "the same options give another table of FP8 layers in this version of the program",

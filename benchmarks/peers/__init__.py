@@ -12,7 +12,7 @@ from parallax.mesh import Mesh
 # What each name of a contestant in a comparison stands for.
 DESCRIPTIONS = {
     "parallax": "Parallax with its defaults (ZeRO 1)",
-    "parallax, late gather": "Parallax with --overlap-param-gather",
+    "parallax, gather at once": "Parallax with --overlap-param-gather off",
     "parallax, zero 0": "Parallax with --zero 0",
     "parallax, zero 2": "Parallax with --zero 2",
     "parallax, zero 3": "Parallax with --zero 3",
@@ -36,8 +36,8 @@ def make_contestant(name: str, mesh: Mesh, task: Task) -> Contestant:
     """Build a contestant by its name in DESCRIPTIONS; called by every rank of the world."""
     if name == "parallax":
         return Parallax(mesh, task)
-    if name == "parallax, late gather":
-        return Parallax(mesh, task, overlap_param_gather=True)
+    if name == "parallax, gather at once":
+        return Parallax(mesh, task, overlap_param_gather="off")
     if name.startswith("parallax, zero "):
         return Parallax(mesh, task, zero=int(name[-1]))
     if name.startswith("parallax, zb-"):

@@ -66,10 +66,7 @@ def _find(root: Location, older_than: int | None, notice: Callable[[str], None])
         if older_than is not None and step >= older_than:
             continue
         try:
-            manifest = read_manifest(path)
-            problems = check_files(path, manifest)
-            if manifest.step != step:
-                problems = [f"{path} holds step {manifest.step}, not the one that it is named after"]
+            problems = check_files(path, read_manifest(path))
         except ConfigError as error:
             problems = error.problems
         if not problems:

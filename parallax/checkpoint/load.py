@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from parallax.checkpoint.agreement import together
-from parallax.checkpoint.files import file_inside
 from parallax.checkpoint.fill import fill_model, fill_optimizer, model_problem, optimizer_problem
 from parallax.checkpoint.manifest import Manifest, read_manifest
 from parallax.checkpoint.names import CONFIG, MODEL, OPTIMIZER, STATE
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.checkpoint.reader import TensorReader
-from parallax.checkpoint.safetensors_file import parse_json
+from parallax.checkpoint.state_file import read_json, read_state_file
 from parallax.checkpoint.verify import check_contents, check_files, files_to_verify
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
@@ -54,7 +53,7 @@ def read_state(path: str | Location) -> dict[str, Any]:
     problems = check_contents(folder, manifest, [STATE]) if STATE in manifest.files else []
     if problems:
         raise ConfigError(problems[0])
-    return _read_state(folder, manifest)
+    return read_state_file(folder, manifest)
 
 
 def _manifest(folder: Location, check: bool) -> Manifest:
@@ -74,7 +73,7 @@ def _check(folder: Location, manifest: Manifest, parts: CheckpointParts, mesh: M
     problem = problem or optimizer_problem(f"{folder / OPTIMIZER}", manifest.optimizer, parts)
     if problem is not None:
         raise ConfigError(problem)
-    state = _read_state(folder, manifest)
+    state = read_state_file(folder, manifest)
     count = state["optimizer"].get("step_count")
     if parts.optimizer is not None and not (type(count) is int and 0 <= count < 2**53):
         raise ConfigError(f"{folder / STATE} has no step count of an optimizer, which this run needs")
@@ -82,33 +81,11 @@ def _check(folder: Location, manifest: Manifest, parts: CheckpointParts, mesh: M
 
 
 def _check_config(folder: Location, manifest: Manifest, parts: CheckpointParts) -> list[str]:
-    saved = _read_json(folder, CONFIG, manifest)
+    saved = read_json(folder, CONFIG, manifest)
     for key, asked in to_hugging_face(parts.config.resolved(), "").items():
         if key not in _FREE_FIELDS and saved.get(key) != asked:
             return [f"{folder} is of another model: its {key} is {saved.get(key)}, this run's is {asked}"]
     return []
-
-
-def _read_state(folder: Location, manifest: Manifest) -> dict[str, Any]:
-    state = _read_json(folder, STATE, manifest)
-    is_state = all(isinstance(state.get(key), dict) for key in ("optimizer", "training"))
-    if not is_state or type(state.get("step")) is not int or state["step"] != manifest.step:
-        raise ConfigError(f"{folder / STATE} is not the state of a run")
-    return state
-
-
-def _read_json(folder: Location, name: str, manifest: Manifest) -> dict[str, Any]:
-    if name not in manifest.files:
-        raise ConfigError(f"{folder} is no checkpoint of a run: it has no {name}")
-    try:
-        fields = parse_json(file_inside(folder, name).read_bytes())
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{folder / name} is no valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{folder / name} holds no JSON object")
-    return fields
 
 
 def _fill(folder: Location, manifest: Manifest, parts: CheckpointParts) -> None:

@@ -129,7 +129,7 @@ def _parse(text: bytes) -> Manifest:
     fields = parse_json(text)
     if fields["format"] != FORMAT:
         raise ValueError(f"it is of no format {FORMAT}")
-    if fields["version"] not in (VERSION, *OLDER_VERSIONS):
+    if type(fields["version"]) is not int or fields["version"] not in (VERSION, *OLDER_VERSIONS):
         raise ValueError(f"its format has version {fields['version']}, this program reads {VERSION}")
     body = {key: value for key, value in fields.items() if key != "checksum"}
     if fields["checksum"] != _digest(body) or text != _dump(fields):
@@ -152,6 +152,17 @@ def check_path(name: str) -> None:
     plain = "/".join(parts) == name and not name.startswith("/") and "\\" not in name and "\0" not in name
     if not parts or not plain or ".." in parts:
         raise ValueError(f"the path {name!r} leads out of the checkpoint")
+    if not _is_text(name):
+        raise ValueError(f"the path {name!r} is no valid text")
+
+
+def _is_text(name: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON can hold halves of a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _file(name: str, fields: dict[str, Any], version: int) -> FileRecord:
@@ -165,6 +176,8 @@ def _file(name: str, fields: dict[str, Any], version: int) -> FileRecord:
 
 def _tensor(name: str, fields: dict[str, Any], files: Mapping[str, FileRecord]) -> TensorRecord:
     """Return one tensor's record after proving that its slices are every row once and lie inside their files."""
+    if not _is_text(name):
+        raise ValueError(f"the tensor's name {name!r} is no valid text")
     dtype, shape = fields["dtype"], natural_numbers(fields["shape"])
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{name} has the unknown type {dtype!r}")

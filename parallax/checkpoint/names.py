@@ -18,6 +18,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_step(name: str) -> bool:
+    """Whether this is the name of a checkpoint's folder."""
+    digits = name.removeprefix("step-")
+    return digits.isascii() and digits.isdecimal() and name == step_name(int(digits))
+
+
 def step_of(folder: Location) -> int:
     """Return the step of a checkpoint folder, from its name."""
     return int(folder.name.removeprefix("step-"))

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from parallax.checkpoint.files import sync
-from parallax.checkpoint.names import MANIFEST, MARK, PARTIAL, step_name
+from parallax.checkpoint.names import MANIFEST, MARK, PARTIAL, is_step
 from parallax.storage import Location, RemotePath
 
 
@@ -98,12 +98,6 @@ def remove_leftovers(root: Location) -> None:
 def is_cut(folder: RemotePath) -> bool:
     """Whether this is what a save or a removal has left that was cut."""
     return (folder / MARK).is_file() and not (folder / MANIFEST).is_file()
-
-
-def is_step(name: str) -> bool:
-    """Whether this is the name of a checkpoint's folder."""
-    digits = name.removeprefix("step-")
-    return digits.isascii() and digits.isdecimal() and name == step_name(int(digits))
 
 
 def _remove(path: Path) -> None:

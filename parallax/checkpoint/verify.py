@@ -7,7 +7,9 @@ from pathlib import PurePosixPath
 
 from parallax.checkpoint.files import FileReader, damaged, file_inside, hash_file
 from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, read_manifest
+from parallax.checkpoint.names import STATE, is_step, step_name
 from parallax.checkpoint.safetensors_file import read_header
+from parallax.checkpoint.state_file import read_state_file
 from parallax.errors import ConfigError
 from parallax.storage import Location, RemotePath, location, names_below, num_bytes
 
@@ -22,12 +24,23 @@ def verify(path: str | Location) -> list[str]:
         manifest = read_manifest(folder)
     except ConfigError as error:
         return error.problems
-    return check_files(folder, manifest) or check_contents(folder, manifest, manifest.files)
+    return (
+        check_files(folder, manifest)
+        or check_contents(folder, manifest, manifest.files)
+        or _check_state(folder, manifest)
+    )
 
 
 def check_files(folder: Location, manifest: Manifest) -> list[str]:
-    """Return which files are missing, are no plain files inside the folder, have another size, or are pickles."""
+    """Return which files are missing, are no plain files inside the folder, have another size, or are pickles.
+
+    And whether the folder is named after another step, or has no state of a run.
+    """
     problems = []
+    if is_step(folder.name) and folder.name != step_name(manifest.step):
+        problems.append(f"{folder} holds step {manifest.step}, not the one that it is named after")
+    if STATE not in manifest.files:
+        problems.append(f"{folder} is no checkpoint of a run: it has no {STATE}")
     sizes = folder.sizes() if isinstance(folder, RemotePath) else None  # all in one request
     for name, record in manifest.files.items():
         try:
@@ -69,6 +82,16 @@ def check_contents(folder: Location, manifest: Manifest, names: Iterable[str], t
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}")
     return problems
+
+
+def _check_state(folder: Location, manifest: Manifest) -> list[str]:
+    try:
+        read_state_file(folder, manifest)
+    except ConfigError as error:
+        return error.problems
+    except OSError as error:
+        return [f"{folder / STATE} cannot be read: {error.strerror or error}"]
+    return []
 
 
 def _slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[str, Slice]]]:

@@ -40,7 +40,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _checkpoints_at(place: Location) -> list[Location]:
     """Return the checkpoint at a place, or all those of the run there, newest first."""
     from parallax.checkpoint.find import list_checkpoints
-    from parallax.checkpoint.place import is_step
+    from parallax.checkpoint.names import is_step
 
     if not place.is_dir():
         run = place.parent.parent if is_step(place.name) else place

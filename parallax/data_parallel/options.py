@@ -31,7 +31,7 @@ class OptimizerOptions:
     zero_group: Annotated[int | None, named("zero-group", metavar="INT", default="all of dp")] = None
     """Shard over so many neighbouring data-parallel ranks, as a node has, and replicate beyond: less to send between nodes."""
 
-    overlap_param_gather: bool = False
+    overlap_param_gather: Literal["on", "off"] = "on"
     """With ZeRO 1 and 2, let the next step's forward wait for updated weights, each layer for its own, instead of the update."""
 
     main_grad_dtype: Annotated[Literal["fp32", "bf16"], named("main-grad-dtype", "main-grads-dtype")] = "fp32"
@@ -94,11 +94,6 @@ class OptimizerOptions:
 
     def _check_sharding(self, dp: int) -> list[str]:
         problems = []
-        if self.overlap_param_gather and self.zero not in (1, 2):
-            why = "sends no weights" if self.zero == 0 else "gathers weights layer by layer anyway"
-            problems.append(
-                f"--overlap-param-gather has no effect with --zero {self.zero}, which {why}; use --zero 1 or 2"
-            )
         if self.zero not in ZERO_STAGES:
             problems.append(f"--zero {self.zero} is unknown; use {_alternatives(ZERO_STAGES)}")
         if self.zero_group is None:

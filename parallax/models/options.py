@@ -18,6 +18,15 @@ from parallax.models.hugging_face_config import read_hugging_face_config
 from parallax.models.presets import load_model_config
 
 VOCAB_FROM_TOKENIZER = ("tiny",)
+# Which option replaces a field of the model's configuration.
+OPTION_OF_FIELD = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocab",
+}
 FFN_MULTIPLE = 16  # a scaled MLP stays divisible by the usual tp sizes
 
 _FROM_MODEL = "from --model"
@@ -149,11 +158,7 @@ def _model_of(
 def _with_sizes(base: DecoderConfig, options: ModelOptions) -> DecoderConfig:
     """Return `base`, which is resolved, with the sizes that are given, and those that follow from them."""
     sizes: dict[str, Any] = {
-        "num_hidden_layers": options.layers,
-        "hidden_size": options.hidden,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "intermediate_size": options.ffn,
+        field: getattr(options, name) for field, name in OPTION_OF_FIELD.items() if field != "vocab_size"
     }
     if options.hidden is not None and options.ffn is None:
         scaled = base.intermediate_size * options.hidden / base.hidden_size

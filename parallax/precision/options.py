@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -45,15 +45,24 @@ class Fp8Options:
     def recipe(self) -> Recipe:
         return _recipe(self)
 
+    @property
+    def changed(self) -> list[str]:
+        """The options that are not as they are by default."""
+        default = Fp8Options()
+        return [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
+
+    @staticmethod
+    def without_effect(precision: str, given: Sequence[str]) -> list[str]:
+        """Return a sentence for each option that was given and means nothing with a precision."""
+        return [
+            f"--{name.replace('_', '-')} has no effect with --precision {precision}; leave it out, or use --precision fp8"
+            for name in (given if precision != "fp8" else ())
+        ]
+
     def check(self, precision: str, kernels: str = "on") -> list[str]:
         """Return what contradicts itself here, with --precision or with --kernels, a sentence each."""
         if precision != "fp8":
-            default = Fp8Options()
-            given = [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
-            return [
-                f"--{name.replace('_', '-')} has no effect with --precision {precision}; leave it out, or use --precision fp8"
-                for name in given
-            ]
+            return self.without_effect(precision, self.changed)
         problems = []
         if self.fp8_backend == "triton" and kernels == "off":
             problems.append(

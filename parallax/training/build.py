@@ -84,7 +84,7 @@ def build_train_step(
         zero_group=optimizer.zero_group,
         stages=used,
         scopes=[stage.scopes for stage in stages.values()],
-        overlap_gather=optimizer.overlap_param_gather,
+        overlap_gather=optimizer.overlap_param_gather == "on",
         apart=[EMBEDDING] if model.tie_word_embeddings and schedule.num_stages > 1 else [],
         types=gradient_types(optimizer),
         rule=rule_of(optimizer),

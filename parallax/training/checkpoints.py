@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from parallax.checkpoint.agreement import together
 from parallax.checkpoint.background import BackgroundSaver
 from parallax.checkpoint.find import find_latest, finished
 from parallax.checkpoint.load import load, read_state
-from parallax.checkpoint.names import step_of
+from parallax.checkpoint.names import MANIFEST, STATE, step_of
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.checkpoint.place import remove
 from parallax.checkpoint.retention import replaced_checkpoints
@@ -122,7 +118,7 @@ class Resume:
         """
         while start is not None:
             try:
-                return start, _restored(load(start, parts, mesh)["training"], parts)
+                return start, _restored(start, parts, mesh)
             except ConfigError as error:
                 start = self._older(start, error, mesh)
         return None, TrainState()
@@ -136,50 +132,35 @@ class Resume:
         return older
 
 
-def _restored(training: dict[str, Any], parts: CheckpointParts) -> TrainState:
-    if parts.scales is not None:
-        parts.scales.load_dict(training["fp8"])
+def _restored(path: Location, parts: CheckpointParts, mesh: Mesh) -> TrainState:
+    training = load(path, parts, mesh)["training"]
+
+    def load_scales() -> None:
+        if parts.scales is None:
+            return
+        try:
+            parts.scales.load_dict(training["fp8"])
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            raise ConfigError(f"{path / STATE} has no scales for this run's FP8 layers ({error})") from None
+
+    together(load_scales, mesh, "reading the scales of FP8")
     return TrainState.from_dict(training["counters"])
 
 
 def _read_training(path: Location) -> tuple[int, dict[str, Any]]:
     """Return a checkpoint's step, and what the trainer keeps in it."""
+    if not (path / MANIFEST).exists() and (newest := find_latest(path / "checkpoints")) is not None:
+        raise ConfigError(f"{path} is a run and no checkpoint; give --resume {newest}, or --out {path}")
     state = read_state(path)
     if "counters" in state["training"]:
-        TrainState.from_dict(state["training"]["counters"])
+        counters = TrainState.from_dict(state["training"]["counters"])
+        if counters.step != state["step"]:
+            raise ConfigError(f"{path / STATE} is of step {state['step']}, and its counters are of {counters.step}")
     return state["step"], state["training"]
 
 
 def _warn(text: str) -> None:
     print(f"parallax: {text}", file=sys.stderr)
-
-
-@contextmanager
-def only_run_in(out: Path, mesh: Mesh) -> Iterator[None]:
-    """Hold the run's folder for this run alone; called by all ranks.
-
-    Raises ConfigError on all of them if another run holds it, or if it cannot be made. The kernel lets go of the lock
-    however the process ends.
-    """
-
-    def hold() -> int | None:
-        if mesh.rank != 0:
-            return None
-        out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"another run is writing to --out {out}; wait for it, or give another --out") from None
-        return lock
-
-    lock = together(hold, mesh, f"making --out {out}")
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 class Checkpoints:
@@ -241,7 +222,7 @@ class Checkpoints:
         start, damaged = find_latest(self._root, self._mesh, notice=_warn), None
         while start is not None:
             try:
-                return start, _restored(load(start, self._parts, self._mesh)["training"], self._parts)
+                return start, _restored(start, self._parts, self._mesh)
             except ConfigError as error:
                 damaged = error
                 if self._mesh.rank == 0:

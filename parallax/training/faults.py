@@ -12,12 +12,10 @@ et al. 2022, arXiv:2204.02311, section 5.1). An empty step, without a single tar
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,8 +110,8 @@ class BadStep:
         )
         return f"{where} has loss {self.loss} and gradient norm {self.grad_norm}{ranks}"
 
-    def write(self, path: Path) -> None:
-        """Append a line of JSON to a file; numbers that are none become null."""
+    def to_json(self) -> dict[str, Any]:
+        """Return what skipped.jsonl says of it; numbers that are none are null."""
         fields: dict[str, Any] = {
             "step": self.step,
             "reason": self.verdict.name.lower(),
@@ -124,9 +122,7 @@ class BadStep:
             "last_sample": self.last_sample,
             "ranks": list(self.ranks),
         }
-        fields = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(fields, allow_nan=False) + "\n")
+        return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
 
 
 def culprits(local: torch.Tensor, mesh: Mesh) -> list[int]:

@@ -224,8 +224,7 @@ class _Loop:
             last_sample=(step.data_step + 1) * size - 1,
             ranks=culprits(step.local, self.mesh) if verdict is Verdict.NOT_FINITE else (),
         )
-        if self.mesh.rank == 0:
-            bad.write(self.run.out / "skipped.jsonl")
+        self.run.metrics.skipped(bad.to_json())
         if not verdict.is_bad:
             self.run.metrics.say(f"skipped        {bad}")
             return False
@@ -235,7 +234,7 @@ class _Loop:
                 f"{bad}; start again from an earlier checkpoint, with --on-bad-step skip, or with a lower --lr"
             )
         if self.bad_in_a_row >= safety.max_bad_steps:
-            self._give_up(f"{bad}, the {self.bad_in_a_row}th bad step in a row; --max-bad-steps allows no more")
+            self._give_up(f"{bad}, bad step {self.bad_in_a_row} in a row; --max-bad-steps allows no more")
         if safety.on_bad_step == "rollback":
             self._go_back(bad, step)
             return True

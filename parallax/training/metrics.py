@@ -26,20 +26,23 @@ A step that was skipped (parallax.training.faults) has no line, or one with its 
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parallax.training.flops import NO_WORK, Work
+from parallax.training.line_file import LineFile
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -54,7 +57,8 @@ class Metrics:
     """Writes what rank 0 reports; on other ranks every method does nothing.
 
     out: the run's folder; total_steps: for the progress bar; first_step: steps already done, whose lines are kept and
-    whose later lines (of a run that went on after its last checkpoint) are dropped.
+    whose later lines (of a run that went on after its last checkpoint) are dropped. Raises OSError if the folder cannot be
+    written at the start; later that costs a notice, and no run.
     """
 
     def __init__(self, out: Path, rank: int, total_steps: int, first_step: int = 0) -> None:
@@ -62,13 +66,14 @@ class Metrics:
         if not self.enabled:
             return
         self.console = Console(soft_wrap=True, highlight=False)
-        self.path = out / "metrics.jsonl"
-        out.mkdir(parents=True, exist_ok=True)
-        kept = _lines_up_to(self.path, first_step) if first_step else []
-        self.path.write_text("".join(kept), encoding="utf-8")
+        self.file = LineFile(out / "metrics.jsonl", self.say)
+        self.file.keep_up_to(first_step)
+        self.skipped_file = LineFile(out / "skipped.jsonl", self.say)
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self.writer: SummaryWriter | None = SummaryWriter(
+            str(out / "tensorboard"), purge_step=first_step + 1 if first_step else None
+        )
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -90,7 +95,9 @@ class Metrics:
     ) -> None:
         if self.enabled:
             self.progress.stop()
-            self.writer.close()
+            for file in (self.file, self.skipped_file):
+                file.close()
+            self._draw(lambda writer: writer.close())
 
     def say(self, text: str) -> None:
         """Print a notice."""
@@ -111,19 +118,39 @@ class Metrics:
         """Forget the lines after `step`, to which the run went back."""
         if not self.enabled:
             return
-        self.path.write_text("".join(_lines_up_to(self.path, step)), encoding="utf-8")
+        try:
+            self.file.keep_up_to(step)
+        except OSError as error:
+            self.say(f"notice         {self.file.path} keeps lines after step {step} ({error.strerror})")
         self.progress.update(self.task, completed=step)
 
     def write(self, values: dict[str, Any]) -> None:
         """Record one logged step and print its line."""
         if not self.enabled:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
-        for name, value in _scalars(values):
-            self.writer.add_scalar(name, value, values["step"])
-        self.writer.flush()
+        self.file.append(values)
+
+        def draw(writer: SummaryWriter) -> None:
+            for name, value in _scalars(values):
+                writer.add_scalar(name, value, values["step"])
+            writer.flush()
+
+        self._draw(draw)
         self.console.print(_line(values), markup=False)
+
+    def skipped(self, values: dict[str, Any]) -> None:
+        """Record a step that changed nothing in skipped.jsonl."""
+        if self.enabled:
+            self.skipped_file.append(values)
+
+    def _draw(self, draw: Callable[[SummaryWriter], None]) -> None:
+        if self.writer is None:
+            return
+        try:
+            draw(self.writer)
+        except OSError as error:
+            self.writer = None
+            self.say(f"notice         TensorBoard's events cannot be written ({error.strerror or error}) and end here")
 
 
 def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -151,21 +178,6 @@ def _line(values: dict[str, Any]) -> str:
         if name.startswith(("eval_loss", "test_loss")):
             parts.append(f"{name.replace('_', ' ').replace('/', ' ', 1)} {value:.4f}")
     return "  ".join(parts)
-
-
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of an earlier run up to `step`; a line cut short by a crash ends them."""
-    kept: list[str] = []
-    if not path.exists():
-        return kept
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] > step:
-                break
-        except (json.JSONDecodeError, KeyError, TypeError):
-            break
-        kept.append(line)
-    return kept
 
 
 class Stopwatch:

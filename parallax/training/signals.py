@@ -102,7 +102,10 @@ class StopRequests:
                     os._exit(128 + number)
                 self._received = number
                 if _rank() == "0":
-                    _say(f"{name}: saving after this step, then exiting; a second signal exits at once, without saving")
+                    _say(
+                        f"{name}: all ranks save after this step, if none has ended, and exit; "
+                        f"a second signal exits at once, without saving"
+                    )
 
 
 def _rank() -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from parallax.checkpoint.files import hash_file
+from parallax.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from parallax.checkpoint.parts import CheckpointParts, weights_of
 from parallax.data_parallel.bucket import GradientBuckets
 from parallax.data_parallel.optimizer import ShardedAdamW
@@ -129,3 +131,11 @@ def contents(folder: Path) -> dict[str, str]:
 def single_process_mesh() -> Mesh:
     """Return the mesh of this process alone."""
     return Mesh(Layout(), 0, torch.device("cpu"))
+
+
+def rewrite_manifest(folder: Path, name: str) -> None:
+    """Make the manifest agree with a changed file, as someone would who means harm."""
+    manifest = read_manifest(folder)
+    files = dict(manifest.files)
+    files[name] = FileRecord((folder / name).stat().st_size, hash_file(folder / name))
+    (folder / "manifest.json").write_bytes(Manifest(manifest.step, files, manifest.model, manifest.optimizer).encode())

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax.checkpoint.files import hash_file
 from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.load import load, read_state
-from parallax.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from parallax.checkpoint.manifest import Manifest, read_manifest
 from parallax.checkpoint.save import save
 from parallax.checkpoint.verify import verify
 from parallax.errors import ConfigError
-from tests.checkpoint.runs import LLAMA, TIED, build_parts, differences, single_process_mesh
+from tests.checkpoint.runs import LLAMA, TIED, build_parts, differences, rewrite_manifest, single_process_mesh
 
 MESH = single_process_mesh()
 
@@ -99,20 +98,12 @@ def test_truncated_and_missing_files_are_refused_and_not_found_as_the_latest(fol
     assert "config.json is missing" in refused(folder)
 
 
-def _rewrite_manifest(folder: Path, name: str) -> None:
-    """Make the manifest agree with a changed file, as someone would who means harm."""
-    manifest = read_manifest(folder)
-    files = dict(manifest.files)
-    files[name] = FileRecord((folder / name).stat().st_size, hash_file(folder / name))
-    (folder / "manifest.json").write_bytes(Manifest(manifest.step, files, manifest.model, manifest.optimizer).encode())
-
-
 def test_a_pickle_renamed_to_safetensors_is_refused_although_its_checksum_holds(folder: Path) -> None:
     path = next((folder / "model").glob("*.safetensors"))
     path.write_bytes(pickle.dumps(list(range(100_000))))
     with path.open("ab") as file:  # as long as it was, so that the slices of the manifest lie inside
         file.truncate(max(path.stat().st_size, 200_000))
-    _rewrite_manifest(folder, path.relative_to(folder).as_posix())
+    rewrite_manifest(folder, path.relative_to(folder).as_posix())
     assert refused(folder) == f"{path} is not a safetensors file"
 
 
@@ -129,7 +120,7 @@ def test_a_header_that_moves_a_tensor_is_refused_although_its_checksum_holds(fol
     swapped = content.replace(first, b"@" * len(first)).replace(second, first).replace(b"@" * len(first), second)
     assert swapped != content
     path.write_bytes(swapped)
-    _rewrite_manifest(folder, path.relative_to(folder).as_posix())
+    rewrite_manifest(folder, path.relative_to(folder).as_posix())
     assert "disagree about the tensor" in refused(folder)
 
 
@@ -183,10 +174,26 @@ def test_a_checkpoint_without_optimizer_states_is_refused_where_they_are_needed(
 
 def test_duplicate_keys_in_a_state_are_refused_although_the_checksum_holds(folder: Path) -> None:
     (folder / "state.json").write_text('{"step": 1, "step": 2, "optimizer": {"step_count": 1}, "training": {}}')
-    _rewrite_manifest(folder, "state.json")
+    rewrite_manifest(folder, "state.json")
     with pytest.raises(ConfigError, match="a key comes twice"):
         read_state(folder)
     (folder / "state.json").write_text(json.dumps([1]))
-    _rewrite_manifest(folder, "state.json")
+    rewrite_manifest(folder, "state.json")
     with pytest.raises(ConfigError, match="holds no JSON object"):
         read_state(folder)
+
+
+def test_a_folder_without_a_state_or_under_another_name_is_told_by_all_who_look(folder: Path) -> None:
+    renamed = folder.with_name("step-00000500")
+    shutil.copytree(folder, renamed)
+    assert find_latest(renamed.parent, older_than=501) != renamed
+    assert verify(renamed) == [f"{renamed} holds step {read_manifest(folder).step}, not the one that it is named after"]
+    (folder / "state.json").write_text(json.dumps({"step": 7, "optimizer": {}, "training": {}}))
+    rewrite_manifest(folder, "state.json")
+    (problem,) = verify(folder)
+    assert "state.json is not the state of a run at step" in problem
+    manifest = read_manifest(folder)
+    files = {name: record for name, record in manifest.files.items() if name != "state.json"}
+    (folder / "manifest.json").write_bytes(Manifest(manifest.step, files, manifest.model, manifest.optimizer).encode())
+    assert verify(folder) == [f"{folder} is no checkpoint of a run: it has no state.json"]
+    assert find_latest(folder.parent, older_than=500) != folder

@@ -65,6 +65,15 @@ def test_a_path_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Pat
     assert "leads out of the checkpoint" in _refused(tmp_path, fields)
 
 
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    fields = json.loads(GOOD.encode())
+    fields["files"]["model/\ud800"] = {"bytes": 1, "xxh128": [""]}
+    assert r"the path 'model/\ud800' is no valid text" in _refused(tmp_path, fields)
+    fields = json.loads(GOOD.encode())
+    fields["tensors"]["model"]["\ud800"] = fields["tensors"]["model"].pop("scalar")
+    assert "no valid text" in _refused(tmp_path, fields)
+
+
 CUT = GOOD.model["cut"].slices
 BAD_SLICES = {
     "hole": (CUT[0], dataclasses.replace(CUT[1], start=(2, 0), extent=(2, 6))),

@@ -15,7 +15,7 @@ from tests.distributed.harness import run_layout
 from tests.distributed.test_parity import GPT, QWEN3, TIED
 from tests.distributed.training import Case, build, loader_of, train
 
-STEPS = Case(steps=4, micro_batch=1, overlap_gather=True)
+STEPS = Case(steps=4, micro_batch=1)
 CASES = {
     "dp2": (Layout(dp=2), [replace(STEPS, model=GPT), replace(STEPS, zero=2, model=TIED, precision="bf16")]),
     "tp2": (Layout(tp=2), [replace(STEPS, sp=True, model=QWEN3)]),

@@ -66,7 +66,7 @@ class Case:
     precision: str = "fp32"
     pipeline_layout: str | None = None
     zero_group: int | None = None
-    overlap_gather: bool = False
+    overlap_gather: bool = True
     optimizer: str = "adamw"
     fp8: Fp8Options = Fp8Options()
     narrow: tuple[str, ...] = ()  # options of the optimizer that say bf16
@@ -74,7 +74,8 @@ class Case:
     @property
     def optimizer_options(self) -> OptimizerOptions:
         narrow = dict.fromkeys(self.narrow, "bf16")
-        return OptimizerOptions(self.optimizer, self.zero, self.zero_group, self.overlap_gather, **narrow)
+        overlap = "on" if self.overlap_gather else "off"
+        return OptimizerOptions(self.optimizer, self.zero, self.zero_group, overlap, **narrow)
 
     @property
     def reference(self) -> Case:

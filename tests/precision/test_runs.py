@@ -138,6 +138,8 @@ def problems_of(words: str, world_size: int = 1) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("--fp8-recipe tile", "--fp8-recipe has no effect with --precision fp32; leave it out, or use --precision fp8"),
+        ("--precision bf16 --fp8-margin 0", "--fp8-margin has no effect with --precision bf16"),
         ("--precision bf16 --fp8-margin 1", "--fp8-margin has no effect with --precision bf16"),
         ("--precision fp8 --fp8-backend triton --kernels off", "--fp8-backend triton computes with our kernels, which"),
         ("--precision fp8 --fp8-margin 1", "--fp8-margin 1 has no effect with --fp8-recipe tile"),

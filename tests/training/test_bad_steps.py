@@ -70,7 +70,7 @@ def test_bad_steps_in_a_row_stop_the_run_although_they_are_skipped(folder: Path)
     command = f"{ALWAYS} --out {folder}/run --steps 8 --on-bad-step skip --max-bad-steps 3"
     trouble = partial(scale_loss_at, steps=(1, 3, 4, 5, 6), factor=NAN, rank=0)
     (((message,),),) = run_layout(Layout(), run, [command], str(folder), trouble)
-    assert "step 6 (samples 40 to 47 of the data order)" in message and "the 3th bad step in a row" in message
+    assert "step 6 (samples 40 to 47 of the data order)" in message and "bad step 3 in a row" in message
     assert [row["step"] for row in _skipped(folder / "run")] == [2, 4, 5, 6]
 
 

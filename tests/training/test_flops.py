@@ -163,6 +163,20 @@ def test_the_peak_of_several_threads_is_that_of_the_clock_for_they_wait_asleep(m
     assert measured_flops(torch.device("cpu"), torch.float32) == pytest.approx(200e9)
 
 
+def test_the_peak_of_a_slow_type_does_not_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    now, first = [0.0], [True]
+
+    def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        now[0] += 2 * len(left) ** 3 / 1.3e9 + (0.1 if first[0] else 0.0)
+        first[0] = False
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(of_training, "time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0]))
+    assert measured_flops(torch.device("cpu"), torch.bfloat16) == pytest.approx(1.3e9)
+    assert now[0] < 1
+
+
 def test_ranks_that_share_cores_have_no_more_than_the_cores_have() -> None:
     assert share_of_cores(threads=1, ranks=2, cores=2) == share_of_cores(threads=2, ranks=1, cores=4) == 1
     assert share_of_cores(threads=2, ranks=2, cores=2) == share_of_cores(threads=1, ranks=4, cores=2) == 0.5

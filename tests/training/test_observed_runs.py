@@ -30,7 +30,7 @@ def _over_sockets(mesh: Mesh, commands: list[str], folder: str, bad_step: int | 
 def test_checkpoints_evaluations_and_resuming_do_not_see_that_weights_are_under_way(folder: Path) -> None:
     overlap = "--overlap-param-gather"
     commands = [
-        f"{WHOLE} --out {folder}/plain",
+        f"{WHOLE} --out {folder}/plain {overlap} off",
         f"{WHOLE} --out {folder}/overlap {overlap} --profile 3 --log-every 0",
         f"{ALWAYS} --steps 2 --eval-every 2 --eval-steps 1 --out {folder}/parts {overlap}",
         f"{WHOLE} --out {folder}/parts {overlap}",
@@ -47,7 +47,7 @@ def test_checkpoints_evaluations_and_resuming_do_not_see_that_weights_are_under_
 
 def test_going_back_after_a_bad_step_waits_for_weights_under_way(folder: Path) -> None:
     words = f"{ALWAYS} --steps 4 --on-bad-step rollback --eval-every 0"
-    commands = [f"{words} --out {folder}/plain", f"{words} --out {folder}/overlap --overlap-param-gather"]
+    commands = [f"{words} --out {folder}/plain --overlap-param-gather off", f"{words} --out {folder}/overlap"]
     assert run_layout(Layout(dp=2), _over_sockets, commands, str(folder), 3) == [[[], []]] * 2
     last = Path("checkpoints", saved(folder / "plain")[-1])
     assert contents(folder / "overlap" / last) == contents(folder / "plain" / last)

@@ -12,10 +12,11 @@ import pytest
 
 from parallax.checkpoint.files import HashingFile
 from parallax.checkpoint.find import find_latest
+from parallax.data.loader import BatchLoader
 from parallax.mesh import Layout, Mesh
 from tests.distributed.harness import run_layout
 from tests.training.processes import Job
-from tests.training.runs import contents, run, saved, scale_loss_at, write_text
+from tests.training.runs import before_data, contents, metrics, run, saved, scale_loss_at, write_text
 
 ALWAYS = "--eval-every 0 --lr-decay-steps 6 --warmup-steps 1"
 
@@ -66,6 +67,30 @@ def test_a_second_signal_during_a_save_exits_at_once_and_the_half_is_no_checkpoi
 def _full_disk(rank: int, failing: int) -> None:
     if rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+
+
+def _full_disk_for_two_steps(rank: int, out: Path) -> None:
+    """Have metrics.jsonl be on a full disk while steps 2 and 3 are told."""
+    path, aside = out / "metrics.jsonl", out / "aside"
+
+    def action(loader: BatchLoader, step: int) -> None:
+        if rank == 0 and step == 1:
+            path.rename(aside)
+            path.symlink_to("/dev/full")
+        if rank == 0 and step == 3:
+            path.unlink()
+            aside.rename(path)
+
+    before_data(action)
+
+
+def test_a_full_disk_under_the_metrics_costs_no_run_and_no_line(tmp_path: Path) -> None:
+    trouble = partial(_full_disk_for_two_steps, out=tmp_path / "run")
+    with Job(2, f"{ALWAYS} --out {tmp_path}/run --steps 4 --log-every 1", tmp_path, trouble) as job:
+        assert job.wait() == [0, 0]
+        assert job.output(0).count("metrics.jsonl cannot be written (No space left on device)") == 1
+        assert "metrics.jsonl is complete again" in job.output(0)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("option", ["", "--sync-save"], ids=["background", "sync"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 
 from parallax.mesh import Layout, Mesh
 from parallax.training import flops
-from parallax.training.checkpoints import only_run_in
-from tests.checkpoint.runs import single_process_mesh
+from parallax.training.run_lock import only_run_in
+from tests.checkpoint.runs import rewrite_manifest, single_process_mesh
 from tests.distributed.harness import run_layout
 from tests.training.runs import contents, metrics, run, saved, write_text
 
@@ -185,9 +187,59 @@ def test_numbers_that_are_none_stop_the_run_before_they_are_saved(folder: Path) 
 def test_a_folder_belongs_to_one_run_at_a_time(folder: Path) -> None:
     mesh = Mesh(Layout(), 0, torch.device("cpu"))
     with only_run_in(folder / "run", mesh):
-        ((problems,),) = run_layout(Layout(), run, [f"--out {folder}/run --steps 1"], str(folder))
-    assert "another run is writing to" in problems[0]
+        # Before anything else: what is chosen to go on from could be old by the time the other run ends.
+        commands = [f"--out {folder}/run --steps 1", f"--out {folder}/run --steps 1 --resume {folder}"]
+        ((first, second),) = run_layout(Layout(), run, commands, str(folder))
+    assert "another run is writing to" in first[0] and first == second
+    assert not (folder / "run").exists()
     assert run_layout(Layout(), run, [f"--out {folder}/run --steps 1"], str(folder)) == [[[]]]
+
+
+def test_a_start_that_is_refused_leaves_no_folder(folder: Path) -> None:
+    command = f"--out {folder}/new/run --steps 1 --resume {folder}"
+    (((problem,),),) = run_layout(Layout(dp=2), run, [command], str(folder))[:1]
+    assert f"{folder} is no complete checkpoint" in problem
+    assert not (folder / "new").exists()
+
+
+def test_a_run_in_place_of_a_checkpoint_is_told_with_its_newest(folder: Path) -> None:
+    commands = [f"--out {folder}/run --steps 1", f"--out {folder}/other --steps 1 --resume {folder}/run"]
+    (((), (problem,)),) = run_layout(Layout(), run, commands, str(folder))
+    assert f"give --resume {folder}/run/checkpoints/step-00000001, or --out {folder}/run" in problem
+
+
+def _count_another_step(state: dict) -> None:
+    state["training"]["counters"]["step"] = 3
+
+
+def _leave_out_the_identity(state: dict) -> None:
+    state["training"]["identity"] = None
+
+
+def _leave_out_a_layer(state: dict) -> None:
+    state["training"]["fp8"]["layers"].popitem()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_count_another_step, "state.json is of step 2, and its counters are of 3"),
+        (_leave_out_the_identity, "is of another run: its identity is none that a run has"),
+        (_leave_out_a_layer, "state.json has no scales for this run's FP8 layers"),
+    ],
+)
+def test_a_state_that_no_run_saved_is_refused_in_a_sentence(
+    change: Callable[[dict], None], words: str, folder: Path
+) -> None:
+    command = f"--out {folder}/run --precision fp8 --fp8-recipe delayed --fp8-backend reference --lr-decay-steps 4"
+    assert run_layout(Layout(dp=2), run, [f"{command} --steps 2"], str(folder)) == [[[]]] * 2
+    checkpoint = folder / "run" / "checkpoints" / "step-00000002"
+    state = json.loads((checkpoint / "state.json").read_text())
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    rewrite_manifest(checkpoint, "state.json")
+    first, second = run_layout(Layout(dp=2), run, [f"{command} --steps 4"], str(folder))
+    assert first == second and len(first[0]) == 1 and words in first[0][0]
 
 
 def test_going_on_from_an_older_checkpoint_does_not_overwrite_newer_ones(folder: Path) -> None:
