@@ -19,7 +19,7 @@ class LineFile:
         self._failed = False
 
     def keep_up_to(self, step: int) -> None:
-        """Forget the lines after `step`, by their field of that name; a line cut short by a crash goes with them. Raises OSError."""
+        """Forget lines after `step`, by their field of that name; a line cut short by a crash goes with them. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as file:
             file.seek(0)
