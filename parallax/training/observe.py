@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -118,7 +118,10 @@ def _told(column: torch.Tensor) -> dict[str, Any]:
 
 
 def _straggler(rows: torch.Tensor) -> dict[str, Any]:
-    """Return the rank that worked longest, that is waited least for others, and by how much longer than the median rank."""
+    """Return the rank that worked longest, that is waited least for others, and by how much longer than the median rank.
+
+    Of an even number the lower one in the middle: with two ranks a mean would tell half of what lies between them.
+    """
     working = rows[:, [place for place, name in enumerate(SHARES) if name not in WAITING]].sum(1).tolist()
     longest = max(working)
-    return {"straggler": working.index(longest), "straggler_seconds": round(longest - median(working), 6)}
+    return {"straggler": working.index(longest), "straggler_seconds": round(longest - median_low(working), 6)}
