@@ -11,6 +11,8 @@ from parallax.flags import named
 
 ZERO_STAGES = (0, 1, 2, 3)
 _MOMENTUM = {"sgd": 0.9, "muon": 0.95}
+_OF_ADAMW = ("beta1", "beta2", "eps")  # muon has them too, for what it leaves to adamw
+_SMALLEST_EPS = 2.0**-126  # a smaller one is 0 or nearly so in fp32, in which updates are computed
 
 # In bf16 a change of less than 1/512 is rounded away. A second moment v falls by (1 - beta2) v at most, so at 0.999 it never
 # falls, and every spike of a gradient stays in it; at 0.99 it follows.
@@ -76,11 +78,9 @@ class OptimizerOptions:
         for name, value in (("weight-decay", self.weight_decay), ("clip-grad", self.clip_grad)):
             if not 0 <= value < math.inf:
                 problems.append(f"--{name} {value} must be 0, which turns it off, or a number above it")
-        for name, value in (("beta1", self.beta1), ("beta2", self.beta2), ("momentum", used_momentum(self))):
-            if not 0 <= value < 1:
-                problems.append(f"--{name} {value} must be at least 0 and below 1")
-        if not 0 < self.eps < math.inf:
-            problems.append(f"--eps {self.eps} must be a number above 0")
+        if not 0 <= used_momentum(self) < 1:
+            problems.append(f"--momentum {used_momentum(self)} must be at least 0 and below 1")
+        problems += self._check_adamw()
         if self.momentum is not None and self.optimizer not in _MOMENTUM:
             problems.append(
                 f"--momentum {self.momentum} has no effect with --optimizer {self.optimizer}, whose mean of gradients has --beta1"
@@ -89,6 +89,25 @@ class OptimizerOptions:
             problems.append(
                 f"--moment-dtype bf16 is too coarse for --beta2 {self.beta2}, whose small changes of the mean would be rounded "
                 f"away; use --beta2 {_LARGEST_BF16_BETA2} or less, or --moment-dtype fp32"
+            )
+        return problems
+
+    def _check_adamw(self) -> list[str]:
+        if self.optimizer == "sgd":
+            return [
+                f"--{name} {getattr(self, name)} has no effect with --optimizer sgd, which divides by no mean of squares and has "
+                "--momentum; leave it out"
+                for name in _OF_ADAMW
+                if getattr(self, name) != getattr(OptimizerOptions, name)
+            ]
+        problems = [
+            f"--{name} {value} must be at least 0 and below 1"
+            for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
+            if not 0 <= value < 1
+        ]
+        if not _SMALLEST_EPS <= self.eps < math.inf:
+            problems.append(
+                f"--eps {self.eps} must be a number of at least {_SMALLEST_EPS:.3g}, the smallest that fp32 has in full precision"
             )
         return problems
 

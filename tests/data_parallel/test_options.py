@@ -23,6 +23,8 @@ def test_defaults_are_legal() -> None:
         ("beta2", -0.1),
         ("eps", 0.0),
         ("eps", float("nan")),
+        ("eps", 1e-38),  # denormal in fp32
+        ("eps", 1e-46),  # 0 there
         ("weight_decay", float("inf")),
     ],
 )
@@ -50,6 +52,9 @@ def test_all_problems_are_told_at_once() -> None:
         ),
         (OptimizerOptions(zero=0, zero_group=2), 4, "--zero-group 2 has no effect with --zero 0"),
         (OptimizerOptions(momentum=0.5), 1, "--momentum 0.5 has no effect with --optimizer adamw"),
+        (OptimizerOptions("sgd", beta1=0.5), 1, "--beta1 0.5 has no effect with --optimizer sgd"),
+        (OptimizerOptions("sgd", beta2=0.9), 1, "--beta2 0.9 has no effect with --optimizer sgd"),
+        (OptimizerOptions("sgd", eps=0.0), 1, "--eps 0.0 has no effect with --optimizer sgd"),
         (OptimizerOptions("sgd", momentum=1.0), 1, "--momentum 1.0 must be"),
         (OptimizerOptions(moment_dtype="bf16", beta2=0.999), 1, "--moment-dtype bf16 is too coarse for --beta2 0.999"),
     ],
@@ -57,3 +62,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_options_that_do_not_go_together_are_refused(options: OptimizerOptions, dp: int, words: str) -> None:
     (problem,) = options.check(dp)
     assert problem.startswith(words)
+
+
+def test_muon_has_the_options_of_adamw_for_what_it_leaves_to_it() -> None:
+    assert OptimizerOptions("muon", beta1=0.5, beta2=0.5, eps=1.1754944e-38).check(dp=1) == []
