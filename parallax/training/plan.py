@@ -230,7 +230,8 @@ def _gathers(shapes: Shapes, num_layers: int, stage: int, num_stages: int) -> in
     if stage == 0:
         parts += 2  # the embedding's all_reduce, or its reduce_scatter and the all_gather of its gradient
     if stage == num_stages - 1:
-        parts += 3 if shapes.sp else 2  # the head's input, as of any column-parallel layer
+        # The head's input, as of any column-parallel layer; where the loss takes chunks of tokens, the gathered one is kept.
+        parts += 3 if shapes.sp and shapes.chunk_tokens == shapes.num_tokens else 2
     return parts
 
 
