@@ -16,23 +16,21 @@ group (`plan_buckets` says why that holds).
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from parallax.collectives import DONE, Pending, gather_json
+from parallax.collectives import DONE, Pending
+from parallax.data_parallel.checks import NamedParameter, check_agreement, check_scopes, trained_parameters
 from parallax.data_parallel.flat import Bucket, BucketGroups, GradientTypes, make_bucket
 from parallax.data_parallel.gather import ParameterArrival, ParameterGathering
 from parallax.data_parallel.options import ZERO_STAGES
 from parallax.data_parallel.plan import (
     DEFAULT_BUCKET_ELEMENTS,
     BucketPlan,
-    Levels,
     ParameterSize,
     bucket_key,
     plan_buckets,
@@ -40,11 +38,9 @@ from parallax.data_parallel.plan import (
     units_of,
 )
 from parallax.data_parallel.sink import GradientSink
-from parallax.mesh import Group, Mesh
+from parallax.mesh import Mesh
 from parallax.tensor_parallel.facts import ParameterFacts
 from parallax.tensor_parallel.scopes import ParameterScope
-
-NamedParameter = tuple[str, nn.Parameter, ParameterFacts]
 
 # Whole buckets whose reduction may be under way at once; each holds its memory until it is done.
 _MOST_IN_FLIGHT = 2
@@ -60,7 +56,7 @@ class GradientBuckets:
     bucket_elements: see `plan_buckets`.
     stages: where this rank has several pipeline stages, the parameters that each of them uses.
     scopes: with ZeRO 3, the parts of each stage whose parameters are gathered together, in the order of forward. Parameters
-        that are in none stay whole.
+        that are in none stay whole: without scopes, ZeRO 3 is ZeRO 2.
     apart: names of parameters that other holders use in other stages: under ZeRO 2 and 3 each has buckets of its own.
     overlap_gather: let the next forward wait for updated parameters, each part for its own, and not the update (ZeRO 1 and 2; all
         trained parameters are in `scopes`).
@@ -68,7 +64,10 @@ class GradientBuckets:
     fill: writes the first values of a parameter, given its name and facts, into zeros of its shape; then parameters need not have
         memory, and a bucket's is made when those before are divided. None: they have their values.
 
-    Made by every rank of the mesh at the same time, since the groups of holders are created here.
+    Made by every rank of the mesh at the same time, since the groups of holders are created here, once for a model: it has its
+    type and device by then, and what is trained of it stays so. Values may be loaded later, in place, before `adopt_parameters`.
+
+    Raises ValueError for what these cannot be, RuntimeError where holders of a parameter do not give the same ones.
     """
 
     def __init__(
@@ -87,12 +86,17 @@ class GradientBuckets:
         rule: Callable[[ParameterFacts], str] = lambda facts: "adamw",
         fill: Callable[[str, ParameterFacts, torch.Tensor], None] | None = None,
     ) -> None:
-        assert zero in ZERO_STAGES, zero
+        if zero not in ZERO_STAGES:
+            raise ValueError(f"there is no ZeRO stage {zero}; zero is {', '.join(map(str, ZERO_STAGES))}")
+        if zero_group is not None and (zero_group < 1 or mesh.layout.dp % zero_group):
+            raise ValueError(f"zero_group {zero_group} does not divide the {mesh.layout.dp} ranks of dp")
         self.zero, self.zero_group, self.mesh, self.device = zero, zero_group, mesh, mesh.device
-        self.trained = {name: (parameter, facts) for name, parameter, facts in parameters if parameter.requires_grad}
+        self.trained = trained_parameters(parameters)
         self._stages = {stage: list(used) for stage, used in (stages or {}).items()}
         self._uses = Counter(parameter for used in self._stages.values() for parameter in used)
         chains = list(scopes)
+        if overlap_gather and zero in (1, 2):
+            check_scopes(chains, self.trained)
         parts = {scope.name: scope.parameters() for chain in chains for scope in chain}
         units = units_of(zero, self._stages, parts, [self.trained[name][0] for name in apart if name in self.trained])
         sizes = []
@@ -116,6 +120,7 @@ class GradientBuckets:
         self._round: Sequence[Bucket] | None = None  # what the backward that is under way completes
         self._num_scattered = 0  # of them
         self._in_flight: deque[tuple[Bucket, torch.Tensor, Pending]] = deque()
+        self.is_finished = False  # whether the step's gradients are summed
 
     def _make_buckets(
         self,
@@ -134,7 +139,7 @@ class GradientBuckets:
         holders = [plan.key.holders for plan in plans]
         groups = mesh.groups_of("holders", [*sets, *holders])
         if mesh.connected:
-            self._check_agreement(plans, levels, groups)
+            check_agreement(plans, levels, mesh)
         for plan, level in zip(plans, levels, strict=True):
             members = [self.trained[place.name][0] for place in plan.places]
             its_groups = BucketGroups(groups[level.inner], groups[level.across], groups[level.copies])
@@ -166,19 +171,6 @@ class GradientBuckets:
             self._sinks[parameter] = sink
             self._bucket_of[parameter] = bucket
 
-    def _check_agreement(
-        self, plans: list[BucketPlan], levels: list[Levels], groups: Mapping[tuple[int, ...], Group | None]
-    ) -> None:
-        """Let the holders compare their plans: different ones would hang or mix up parameters."""
-        of_holders: dict[tuple[int, ...], list] = {}
-        for plan, level in zip(plans, levels, strict=True):
-            # A tied embedding is used by another stage on each of its holders.
-            same = replace(plan, key=replace(plan.key, unit=()))
-            of_holders.setdefault(plan.key.holders, []).append((same, level.num_shards, len(level.copies)))
-        for holders, mine in of_holders.items():
-            digests = gather_json(hashlib.sha256(repr(mine).encode()).hexdigest(), groups[holders], self.device)
-            assert len(set(digests)) == 1, f"the members of {groups[holders]} hold different parameters"
-
     def weights(self, name: str) -> list[tuple[int, int, torch.Tensor]] | None:
         """Return what is here of a trained parameter between uses, as flat ranges of it: (start, stop, values).
 
@@ -196,8 +188,14 @@ class GradientBuckets:
         return [(start - place.offset, stop - place.offset, bucket.values(slice(start, stop)))]
 
     def zero_grad(self) -> None:
-        """Open a step: set all main gradients to zero."""
-        self._num_started = 0
+        """Open a step: set all main gradients to zero. What a step that was given up has left is waited for, and forgotten.
+
+        Raises RuntimeError if a parameter is no longer what it was when the buckets were made.
+        """
+        self._check_parameters()
+        while self._in_flight:
+            self._in_flight.popleft()[2].wait()
+        self._round, self._num_started, self.is_finished = None, 0, False
         for bucket in self.buckets:
             bucket.open()
 
@@ -209,7 +207,10 @@ class GradientBuckets:
 
     def before_backward(self, stage: int | None = None) -> None:
         """Say that what comes next completes the gradients of one micro-batch of `stage`, no more; None: of everything."""
-        assert self._round is None, "one backward at a time"
+        if self._round is not None:
+            raise RuntimeError(
+                "before_backward() is called in a backward; call after_backward() at its end, or zero_grad() to give the step up"
+            )
         self._round, self._num_scattered = self._completed_by(stage), 0
         self._scatter_complete()
 
@@ -275,6 +276,26 @@ class GradientBuckets:
                 bucket.advance()
         while under_way:
             under_way = [bucket for bucket in under_way if bucket.advance()]
+        self.is_finished = True
+
+    def check_finished(self, what: str) -> None:
+        """Raise RuntimeError unless the step's gradients are summed, as `what` needs them."""
+        if not self.is_finished:
+            raise RuntimeError(f"{what} comes after finish(), which sums the step's gradients over the ranks")
+
+    def _check_parameters(self) -> None:
+        for bucket in self.buckets:
+            for sink in bucket.sinks:
+                parameter = sink.parameter
+                # One that is away under ZeRO 3 has another class, which makes looking at it slow.
+                flat = bucket.parameters
+                is_here = type(parameter) is nn.Parameter
+                if not parameter.requires_grad or (
+                    is_here and (parameter.dtype != flat.dtype or parameter.device != flat.device)
+                ):
+                    raise RuntimeError(
+                        f"{sink.name} was frozen, cast or moved after its GradientBuckets were made; do that before"
+                    )
 
     @torch.no_grad()
     def spread_parameters(self) -> None:

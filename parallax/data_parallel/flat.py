@@ -103,8 +103,12 @@ class Bucket:
         return self.main_grad[part.start - self.grad_part.start : part.stop - self.grad_part.start]
 
     def open(self) -> None:
-        """Zero the gradient and accept contributions."""
-        assert self.reduction is DONE, "a reduction is in flight; finish() comes first"
+        """Zero the gradient and accept contributions; what is in flight of a step that was given up is waited for."""
+        self.reduction.wait()
+        self.reduction = DONE
+        if self.is_gathered and self._num_uses:  # by a forward or backward that raised an error
+            self._num_uses = 0
+            self.drop()
         self.main_grad.zero_()
         self.whole_grad = None
         self.missing, self.num_reductions = len(self.sinks), 0

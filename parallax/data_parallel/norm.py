@@ -17,6 +17,7 @@ def local_squared_norm(buckets: GradientBuckets) -> torch.Tensor:
 
     The norm is the root of the sum of these over all ranks of the world.
     """
+    buckets.check_finished("the norm of the gradient")
     total = torch.zeros((), dtype=torch.float64, device=buckets.device)
     for bucket in buckets.buckets:
         total += squared_norm(bucket.grad(bucket.owned))

@@ -114,6 +114,7 @@ class ShardedOptimizer:
         skip: fp32 scalar there, the same on all ranks; 1 leaves parameters and states as they are, and `take_back_count`
             is to be called once that is known here. Nothing waits for its value.
         """
+        self.buckets.check_finished("step()")
         update = Update(learning_rate, clip_coefficient, skip)
         for name, rule in self._rules.items():
             rule.update(self._regions[name], update)

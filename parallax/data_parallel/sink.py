@@ -109,5 +109,9 @@ class GradientSink(WeightSink):
 
     def total(self) -> torch.Tensor:
         """Return the main gradient, to be added to."""
-        assert not self.closed, f"a gradient of {self.name} arrived after its bucket's reduction had begun"
+        if self.closed:
+            raise RuntimeError(
+                f"a gradient of {self.name} arrived after its bucket's reduction had begun; call zero_grad() when a step begins, "
+                f"and expect_last_backward() before its last backward only"
+            )
         return self._main_grad()

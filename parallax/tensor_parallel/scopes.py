@@ -41,6 +41,7 @@ class ParameterScope:
     ) -> None:
         self.name, self.parameters, self.used_in_backward = name, parameters, used_in_backward
         self.keeper: Keeper | None = None
+        self._end_is_seen = True  # whether backward will pass by the input of the part that is entered now
 
     def entered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, the input of the part; its parameters may be used from here on."""
@@ -49,7 +50,10 @@ class ParameterScope:
         self.keeper.gather(self, backward=False)
         if not self.used_in_backward or not torch.is_grad_enabled():
             return tensor
-        if not tensor.requires_grad and tensor.is_floating_point():
+        self._end_is_seen = tensor.is_floating_point()
+        if not self._end_is_seen:
+            return tensor  # token ids, which have no gradient
+        if not tensor.requires_grad:
             # Nothing before is trained. The end of the part's backward must be seen all the same.
             tensor = tensor.detach().requires_grad_()
         return _Entered.apply(tensor, self)
@@ -59,7 +63,14 @@ class ParameterScope:
         if self.keeper is None:
             return tensor
         self.keeper.release(self)
-        return _Left.apply(tensor, self) if self.used_in_backward and tensor.requires_grad else tensor
+        if not self.used_in_backward or not tensor.requires_grad:
+            return tensor
+        return _Left.apply(tensor, self, self._end_is_seen)
+
+    def given_up(self) -> None:
+        """End the use of a part whose forward raised an error, or recomputation went no further than it had to."""
+        if self.keeper is not None:
+            self.keeper.release(self)
 
 
 class _Entered(torch.autograd.Function):
@@ -76,19 +87,29 @@ class _Entered(torch.autograd.Function):
 
 class _Left(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scope: ParameterScope) -> torch.Tensor:
-        ctx.scope = scope
+    def forward(ctx: Any, tensor: torch.Tensor, scope: ParameterScope, end_is_seen: bool) -> torch.Tensor:
+        ctx.scope, ctx.end_is_seen = scope, end_is_seen
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.scope.keeper.gather(ctx.scope, backward=True)
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        scope = ctx.scope
+        scope.keeper.gather(scope, backward=True)
+        if not ctx.end_is_seen:  # then at the end of all of backward
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: scope.keeper.release(scope))
+        return gradient, None, None
 
 
 def around(name: str, module: nn.Module, used_in_backward: bool = True) -> ParameterScope:
     """Return a scope around the calls of a module that takes and returns one tensor; for models of the user's own."""
     scope = ParameterScope(name, module.parameters, used_in_backward)
+
+    def leave(_module: nn.Module, _inputs: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+        if output is None:  # an error is on its way; torch.utils.checkpoint ends a recomputation so
+            scope.given_up()
+            return None
+        return scope.left(output)
+
     module.register_forward_pre_hook(lambda _, inputs: (scope.entered(inputs[0]), *inputs[1:]))
-    module.register_forward_hook(lambda _, inputs, output: scope.left(output))
+    module.register_forward_hook(leave, always_call=True)
     return scope
