@@ -24,6 +24,7 @@ from parallax.training.lr import learning_rate
 if TYPE_CHECKING:
     from parallax.storage import Location
     from parallax.training.checkpoints import Resume
+    from parallax.training.run_lock import RunLock
     from parallax.training.step import Objective
 
 
@@ -97,11 +98,11 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
     identity["data_files"] = data.files
     resume = Resume(config.run.resume, config.checkpoints, identity, changes_that_matter)
     # Before a checkpoint is chosen, or another run could save a newer one meanwhile.
-    with only_run_in(config.out, mesh):
-        _train(config, data, objective, mesh, resume)
+    with only_run_in(config.out, mesh) as lock:
+        _train(config, data, objective, mesh, resume, lock)
 
 
-def _train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh, resume: Resume) -> None:
+def _train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh, resume: Resume, lock: RunLock) -> None:
     from parallax.checkpoint.agreement import together
     from parallax.checkpoint.initial_weights import load_weights, look_into
     from parallax.checkpoint.parts import CheckpointParts
@@ -162,7 +163,7 @@ def _train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh, 
                 metrics,
                 state,
                 lambda step: learning_rate(step, config.learning_rate),
-                Checkpoints(config.checkpoints, parts, resume.identity, mesh, config.safety, say=metrics.say),
+                Checkpoints(config.checkpoints, parts, resume.identity, mesh, config.safety, lock, metrics.say),
                 total_peak_flops(mesh, dtype),
                 config.out,
             )

@@ -170,6 +170,8 @@ def location(given: str | Location) -> Location:
     text = str(given)
     if isinstance(given, Path) or not is_address(text):
         return Path(_LOCAL.sub("", text)).expanduser()
+    if text.partition("://")[0] in ("file", "local"):
+        raise ConfigError(f"{text} names another machine; a folder of this one is file:///folder, or its path")
     try:
         from fsspec.core import url_to_fs
 

@@ -300,6 +300,39 @@ def test_a_saved_run_with_an_odd_field_is_another_run(field: str, change: Callab
     assert changes_that_matter(change(saved), saved) == [f"its {field} is none that a run has"]
 
 
+@pytest.mark.parametrize(
+    "name", [".lock", "config.json", "metrics.jsonl", "skipped.jsonl", "checkpoints", "tensorboard"]
+)
+def test_what_is_in_the_way_of_a_run_is_told_before_it_trains(name: str, tmp_path: Path) -> None:
+    place = tmp_path / name
+    for make in (
+        lambda: place.symlink_to(tmp_path / "nowhere"),
+        lambda: place.touch() if name in ("checkpoints", "tensorboard") else place.mkdir(),
+    ):
+        make()
+        (problem,) = problems_of(f"--out {tmp_path}")
+        assert problem.startswith(f"--out {tmp_path} cannot be written: {place} is no f") and "move it away" in problem
+        place.rmdir() if place.is_dir() else place.unlink()
+    assert problems_of(f"--out {tmp_path}") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--out", ""], "--out is empty; give a folder"),
+        (["--resume", ""], "--resume is empty; give a folder"),
+        (["--out", "memory://run"], "--out memory://run would be gone when its process ends; give a folder"),
+        (
+            ["--out", "file://run"],
+            "file://run names another machine; a folder of this one is file:///folder, or its path",
+        ),
+    ],
+)
+def test_a_place_that_is_none_is_told(words: list[str], sentence: str) -> None:
+    options, problems = read_options(words, PretrainOptions)
+    assert any(sentence in problem for problem in problems + check(options, 1))
+
+
 def test_fingerprints_are_compared_where_they_were_added() -> None:
     saved = config_of().to_dict()
     assert changes_that_matter(saved | {"data": "a"}, saved | {"data": "a"}) == []

@@ -37,17 +37,23 @@ class _Threads:
 class BackgroundSaver:
     """Saves one run under `folder`, one checkpoint at a time; made, and all methods called, by all ranks.
 
-    after: called on rank 0, in the thread, with the step of each checkpoint that has become complete.
+    after: called on rank 0, in the thread, with the step of each checkpoint that has become complete. group: of all ranks, for the
+    threads alone, of `Mesh.make_host_group`; None makes one, which takes the store through which the ranks found each other.
 
     peak_bytes: the most memory that any rank needs for it beside the run.
     """
 
     def __init__(
-        self, folder: str | Location, parts: CheckpointParts, mesh: Mesh, after: Callable[[int], None] | None = None
+        self,
+        folder: str | Location,
+        parts: CheckpointParts,
+        mesh: Mesh,
+        after: Callable[[int], None] | None = None,
+        group: Group | None = None,
     ) -> None:
         self._folder, self._parts, self._after = location(folder), parts, after
         self._plan = make_plan(parts, mesh)
-        self._ranks = _Threads(mesh.rank, mesh.make_host_group("saves"), torch.device("cpu"))
+        self._ranks = _Threads(mesh.rank, group or mesh.make_host_group("saves"), torch.device("cpu"))
         self._copy = Snapshot(parts, self._plan.units(), mesh.rank)
         # Of a round: what is sent, what is put together, and what it came in.
         most = max((unit.num_bytes for unit in self._plan.units()), default=0)

@@ -80,9 +80,9 @@ def _list(options: argparse.Namespace) -> int:
     run = location(options.folder)
     try:
         root = run / "checkpoints"
-        if not root.is_dir():
+        if not root.is_dir() and not list_checkpoints(run):
             raise ConfigError(f"{run} holds no run: there is no folder {root}")
-        found = list_checkpoints(root)
+        found = list_checkpoints(root) or list_checkpoints(run)
     except OSError as error:
         raise ConfigError(f"{run} cannot be read: {error.strerror or error}") from error
     for step, path in found:

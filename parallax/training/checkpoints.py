@@ -23,6 +23,7 @@ from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.precision.scales import gather_scales
 from parallax.storage import Location, location
+from parallax.training.run_lock import RunLock
 from parallax.training.safety import SafetyOptions
 from parallax.training.state import TrainState
 
@@ -149,8 +150,11 @@ def _restored(path: Location, parts: CheckpointParts, mesh: Mesh) -> TrainState:
 
 def _read_training(path: Location) -> tuple[int, dict[str, Any]]:
     """Return a checkpoint's step, and what the trainer keeps in it."""
-    if not (path / MANIFEST).exists() and (newest := find_latest(path / "checkpoints")) is not None:
-        raise ConfigError(f"{path} is a run and no checkpoint; give --resume {newest}, or --out {path}")
+    for root in (path / "checkpoints", path):
+        if not (path / MANIFEST).exists() and (newest := find_latest(root)) is not None:
+            raise ConfigError(
+                f"{path} is a run and no checkpoint; give --resume {newest}, or --out {newest.parent.parent}"
+            )
     state = read_state(path)
     if "counters" in state["training"]:
         counters = TrainState.from_dict(state["training"]["counters"])
@@ -164,9 +168,10 @@ def _warn(text: str) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of a run that is under way, as `fit` uses them; all methods are called by all ranks.
+    """The checkpoints of a run that is under way, as `fit` uses them; made, and all methods called, by all ranks.
 
-    safety: which checkpoints stay, and whether training goes on while one is written. say: tells notices, on one rank.
+    safety: which checkpoints stay, and whether training goes on while one is written. lock: of the run's folder. say: tells
+    notices, on one rank.
     """
 
     def __init__(
@@ -176,14 +181,18 @@ class Checkpoints:
         identity: Identity,
         mesh: Mesh,
         safety: SafetyOptions,
+        lock: RunLock,
         say: Callable[[str], None] = print,
     ) -> None:
         self._root, self._parts, self._identity, self._mesh = root, parts, identity, mesh
-        self._safety, self._say = safety, say
+        self._safety, self._lock, self._say = safety, lock, say
         self._saver: BackgroundSaver | None = None
+        # Before the first step: the launcher, which has what new groups need, may be gone by the first save.
+        self._group = None if safety.sync_save else mesh.make_host_group("saves")
 
     def save(self, state: TrainState) -> None:
         """Save the run as it is; raises ConfigError, the same on all ranks, if this or the last one cannot be written."""
+        self._lock.hold()
         self._parts.state = {"counters": state.to_dict(), "identity": self._identity}
         if self._parts.scales is not None:
             self._parts.state["fp8"] = gather_scales(self._parts.scales, self._mesh)
@@ -193,7 +202,7 @@ class Checkpoints:
                 self._remove_replaced(state.step)
             return
         if self._saver is None:
-            self._saver = BackgroundSaver(self._root, self._parts, self._mesh, after=self._remove_replaced)
+            self._saver = BackgroundSaver(self._root, self._parts, self._mesh, self._remove_replaced, self._group)
             self._say(f"saving         takes up to {self._saver.peak_bytes / 2**20:,.0f} MiB more memory on a rank")
         if self._saver.is_busy:
             self._say(

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from parallax.errors import ConfigError
+
 
 class LineFile:
     """Appends lines; one that cannot be written waits in memory and is tried again with the next. say: prints a notice."""
@@ -19,15 +21,20 @@ class LineFile:
         self._failed = False
 
     def keep_up_to(self, step: int) -> None:
-        """Forget lines after `step`, by their field of that name; a line cut short by a crash goes with them. Raises OSError."""
+        """Forget lines after `step`, by their field of that name; a line cut short by a crash goes with them.
+
+        Raises OSError; ConfigError if there is something else in its place, as a pipe, whose end would never come.
+        """
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"{self.path} is no file that lines could be added to; remove it, or give another --out")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as file:
             file.seek(0)
-            size = 0
+            end = size = 0
             for line in file:
-                if not line.endswith(b"\n") or not _is_up_to(line, step):
-                    break
-                size += len(line)
+                end += len(line)
+                if line.endswith(b"\n") and _is_up_to(line, step):
+                    size = end
             file.truncate(size)
         self._waiting = [line for line in self._waiting if _is_up_to(line.encode(), step)]
 

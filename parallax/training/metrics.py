@@ -29,20 +29,18 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from parallax.training.event_file import EventFile
 from parallax.training.flops import NO_WORK, Work
 from parallax.training.line_file import LineFile
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -69,11 +67,10 @@ class Metrics:
         self.file = LineFile(out / "metrics.jsonl", self.say)
         self.file.keep_up_to(first_step)
         self.skipped_file = LineFile(out / "skipped.jsonl", self.say)
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer: SummaryWriter | None = SummaryWriter(
-            str(out / "tensorboard"), purge_step=first_step + 1 if first_step else None
-        )
+        if self.skipped_file.path.exists():
+            self.skipped_file.keep_up_to(first_step)
+        self.events = EventFile(out / "tensorboard", first_step + 1 if first_step else None)
+        self._events_fail = False
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -97,7 +94,7 @@ class Metrics:
             self.progress.stop()
             for file in (self.file, self.skipped_file):
                 file.close()
-            self._draw(lambda writer: writer.close())
+            self.events.close()
 
     def say(self, text: str) -> None:
         """Print a notice."""
@@ -130,27 +127,21 @@ class Metrics:
             return
         self.file.append(values)
 
-        def draw(writer: SummaryWriter) -> None:
-            for name, value in _scalars(values):
-                writer.add_scalar(name, value, values["step"])
-            writer.flush()
-
-        self._draw(draw)
+        try:
+            self.events.add(values["step"], _scalars(values))
+            self._events_fail = False
+        except OSError as error:
+            if not self._events_fail:
+                self._events_fail = True
+                self.say(
+                    f"notice         TensorBoard's events cannot be written ({error.strerror}); training goes on without them"
+                )
         self.console.print(_line(values), markup=False)
 
     def skipped(self, values: dict[str, Any]) -> None:
         """Record a step that changed nothing in skipped.jsonl."""
         if self.enabled:
             self.skipped_file.append(values)
-
-    def _draw(self, draw: Callable[[SummaryWriter], None]) -> None:
-        if self.writer is None:
-            return
-        try:
-            draw(self.writer)
-        except OSError as error:
-            self.writer = None
-            self.say(f"notice         TensorBoard's events cannot be written ({error.strerror or error}) and end here")
 
 
 def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -319,7 +319,9 @@ class RunOptions:
         return problems + self._check_places()
 
     def _check_places(self) -> list[str]:
-        problems = []
+        problems = [f"--{name} is empty; give a folder" for name in ("out", "resume") if getattr(self, name) == ""]
+        if problems:
+            return problems
         try:
             if self.resume not in ("auto", "none") and not location(self.resume).exists():
                 problems.append(
@@ -333,18 +335,42 @@ class RunOptions:
             place = location(self.out)
             if isinstance(place, RemotePath):
                 place.exists()
-            elif reason := _why_not_writable(place):
+                if self.out.startswith("memory:"):
+                    problems.append(f"--out {self.out} would be gone when its process ends; give a folder")
+            elif reason := _why_not_writable(place) or _what_is_in_the_way(place):
                 problems.append(f"--out {self.out} cannot be written: {reason}")
         except (ConfigError, OSError) as error:
             problems.append(f"--out {self.out} cannot be used: {error}")
         return problems
 
 
+# What a run writes into its folder.
+_FOLDERS = ("checkpoints", "tensorboard")
+_FILES = (".lock", "config.json", "metrics.jsonl", "skipped.jsonl")
+
+
+def _what_is_in_the_way(folder: Path) -> str | None:
+    """Say what in the run's folder keeps a file or a folder of the run from being written there; None if nothing does."""
+    for name in _FOLDERS:
+        place = folder / name
+        if os.path.lexists(place) and not place.is_dir():
+            return f"{place} is no folder; move it away"
+        if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+            return f"no permission to write in {place}"
+    for name in _FILES:
+        place = folder / name
+        if os.path.lexists(place) and not place.is_file():
+            return f"{place} is no file that can be written; move it away"
+    return None
+
+
 def _why_not_writable(folder: Path) -> str | None:
     """Say why files cannot be made in `folder`, which need not exist yet; None if they can."""
     place = folder
-    while not place.exists() and place != place.parent:
+    while not os.path.lexists(place) and place != place.parent:
         place = place.parent
+    if not place.exists():
+        return f"{place} is a link to something that is not there"
     if not place.is_dir():
         return f"{place} is a file, not a folder"
     if not os.access(place, os.W_OK | os.X_OK):

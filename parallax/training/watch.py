@@ -87,17 +87,30 @@ class Watch:
         os._exit(EXIT_LOST_RANK)
 
     def _run(self) -> None:
+        fault, store_is_there = False, True
         while not self._over.wait(self._beat_seconds):
-            try:
-                self._post()
-                fault = self._store.check(["fault"])
-            except RuntimeError:
-                continue  # without the store there is no one to tell; the training thread finds out by itself
+            # A store that is gone does not come back, and each attempt would leave lines of its own in the log.
+            if store_is_there:
+                try:
+                    self._post()
+                    fault = self._store.check(["fault"])
+                except RuntimeError:
+                    store_is_there = False
+                    self._say_alone()
             still = time.time() - self._journal.changed_at
             if still > self._limit:
                 self.stop_all(f"nothing has happened for {still:.0f} s")
             if fault:
                 self.stop_all("another rank stopped")
+
+    def _say_alone(self) -> None:
+        """Say that the launcher, which has the store, is gone; the training thread finds out about other ranks by itself."""
+        if self._mesh.rank == 0 and not self._over.is_set():
+            print(
+                "parallax: the launcher has ended; training goes on, and SIGTERM to the ranks saves it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _post(self) -> None:
         with self._posting:

@@ -39,6 +39,7 @@ def test_list_shows_the_newest_first_with_what_is_missing(capsys: pytest.Capture
     (folder / "checkpoints" / "step-00000030").mkdir()
     status, out, err = run(capsys, f"checkpoint list {folder}")
     assert (status, err) == (0, "")
+    assert run(capsys, f"checkpoint list {folder / 'checkpoints'}") == (status, out, err)
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == ["30", "20", "10"]
     # A list looks at sizes only; what a file holds is left to verify.

@@ -89,6 +89,10 @@ class Job:
             process.start()
             self.processes.append(process)
 
+    def end_launcher(self) -> None:
+        """End what the launcher has for its processes: the store."""
+        del self._store
+
     def __enter__(self) -> Job:
         return self
 

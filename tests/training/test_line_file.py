@@ -6,6 +6,9 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
+from parallax.errors import ConfigError
 from parallax.training.line_file import LineFile
 
 
@@ -75,3 +78,20 @@ def test_a_file_is_cut_after_a_step_and_where_a_crash_cut_a_line(tmp_path: Path)
     assert _steps(path) == [1, 2]
     file.keep_up_to(0)
     assert path.read_bytes() == b""
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for name in ("endless", "pipe"):
+        path = tmp_path / name
+        path.symlink_to("/dev/zero") if name == "endless" else os.mkfifo(path)
+        with pytest.raises(ConfigError, match=f"{name} is no file that lines could be added to; remove it"):
+            LineFile(path, print).keep_up_to(1)
+
+
+def test_lines_of_what_a_rollback_passed_over_stay_before_a_good_one(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    file = LineFile(path, print)
+    for step in (8, 6, 9):
+        file.append({"step": step})
+    file.keep_up_to(7)
+    assert _steps(path) == [8, 6]

@@ -64,6 +64,30 @@ def test_a_second_signal_during_a_save_exits_at_once_and_the_half_is_no_checkpoi
     assert contents(tmp_path / "run" / last) == contents(tmp_path / "whole" / last)
 
 
+def _wait_in_step_two(rank: int, go: Path) -> None:
+    def action(loader: BatchLoader, step: int) -> None:
+        if step == 1:
+            print("step 2 begins", flush=True)
+            while not go.exists():
+                time.sleep(0.05)
+
+    before_data(action)
+
+
+def test_a_run_whose_launcher_has_ended_saves_all_the_same(tmp_path: Path) -> None:
+    command = f"{ALWAYS} --out {tmp_path}/run --steps 4"  # the first save is that of the last step
+    with Job(2, command, tmp_path, partial(_wait_in_step_two, go=tmp_path / "go")) as job:
+        _wait_for(job, 0, "step 2 begins")
+        job.end_launcher()
+        _wait_for(job, 0, "the launcher has ended; training goes on")
+        time.sleep(3)  # for more attempts to reach it
+        (tmp_path / "go").touch()
+        assert job.wait() == [0, 0]
+        said = job.output(0) + job.output(1)
+        assert said.count("the launcher has ended") == 1 and said.count("Broken pipe") <= 2, said
+    assert saved(tmp_path / "run") == ["step-00000004"]
+
+
 def _full_disk(rank: int, failing: int) -> None:
     if rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
@@ -111,10 +135,13 @@ def test_a_full_disk_ends_the_run_with_one_sentence_and_nothing_is_left(option: 
         assert job.wait() == [0, 0]
 
 
+def _file_in_the_way(rank: int, path: Path) -> None:
+    before_data(lambda loader, step: path.touch())
+
+
 def test_a_folder_that_cannot_be_made_ends_the_run_with_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    with Job(1, f"{ALWAYS} --out {tmp_path}/run --steps 2", tmp_path) as job:
+    trouble = partial(_file_in_the_way, path=tmp_path / "run" / "checkpoints")
+    with Job(1, f"{ALWAYS} --out {tmp_path}/run --steps 2", tmp_path, trouble) as job:
         assert job.wait() == [2]
         (line,) = [line for line in job.output(0).splitlines() if "error" in line]
         assert "cannot write the checkpoint" in line and "--out" in line

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallax.errors import ConfigError
 from parallax.mesh import Layout, Mesh
 from parallax.training import flops
 from parallax.training.run_lock import only_run_in
@@ -193,6 +194,18 @@ def test_a_folder_belongs_to_one_run_at_a_time(folder: Path) -> None:
     assert "another run is writing to" in first[0] and first == second
     assert not (folder / "run").exists()
     assert run_layout(Layout(), run, [f"--out {folder}/run --steps 1"], str(folder)) == [[[]]]
+
+
+def test_a_lock_whose_file_was_removed_is_taken_again_or_the_run_ends(folder: Path) -> None:
+    mesh = Mesh(Layout(), 0, torch.device("cpu"))
+    with only_run_in(folder / "run", mesh) as first:
+        (folder / "run" / ".lock").unlink()
+        first.hold()
+        with pytest.raises(ConfigError, match="another run is writing"), only_run_in(folder / "run", mesh):
+            pass
+        (folder / "run" / ".lock").unlink()
+        with only_run_in(folder / "run", mesh), pytest.raises(ConfigError, match="another run is writing"):
+            first.hold()
 
 
 def test_a_start_that_is_refused_leaves_no_folder(folder: Path) -> None:
