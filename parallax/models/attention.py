@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallax.mesh import Group, size_of
 from parallax.models.rotary import RotaryEmbedding
+from parallax.tensor_parallel.gathered_input import GatheredInput
 from parallax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, apply_together
 from parallax.tensor_parallel.norm import RMSNorm
 
@@ -88,12 +89,20 @@ class ParallelAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         return self.o_proj(self._mixed(hidden, rows))
 
-    def part(self, hidden: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-        """Return this rank's part of the sum over tp, without bias; `hidden` and the result are whole sequences."""
-        return self.o_proj.part(self._mixed(hidden, rows, communicate=False))
+    def part(
+        self, hidden: torch.Tensor, rows: Rows | None = None, gathered: GatheredInput | None = None
+    ) -> torch.Tensor:
+        """Return this rank's part of the sum over tp, without bias; `hidden` and the result are whole sequences.
 
-    def _mixed(self, hidden: torch.Tensor, rows: Rows | None, communicate: bool = True) -> torch.Tensor:
-        query, key, value = apply_together(hidden, self.q_proj, self.k_proj, self.v_proj, communicate=communicate)
+        gathered: what `hidden` came from, and comes from again in backward; None to keep it.
+        """
+        return self.o_proj.part(self._mixed(hidden, rows, communicate=False, gathered=gathered))
+
+    def _mixed(
+        self, hidden: torch.Tensor, rows: Rows | None, communicate: bool = True, gathered: GatheredInput | None = None
+    ) -> torch.Tensor:
+        columns = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = apply_together(hidden, *columns, communicate=communicate, gathered=gathered)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._core, query, key, value, rows, use_reentrant=False, preserve_rng_state=False)
         return self._core(query, key, value, rows)

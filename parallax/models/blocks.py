@@ -14,6 +14,7 @@ from parallax.models.attention import ParallelAttention, Rows
 from parallax.models.config import DecoderConfig
 from parallax.models.mlp import ParallelMLP
 from parallax.models.rotary import RotaryEmbedding
+from parallax.tensor_parallel.gathered_input import gathered_input
 from parallax.tensor_parallel.norm import LayerNorm, RMSNorm
 from parallax.tensor_parallel.scopes import ParameterScope
 from parallax.tensor_parallel.segments import Segment, Tensors, into_columns, out_of_rows
@@ -95,24 +96,24 @@ class TransformerLayer(nn.Module):
             return wide(self.input_layernorm(hidden)), hidden
 
         def attention(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
-            return self.self_attn.part(normed, rows), hidden
+            return self.self_attn.part(normed, rows, for_attention), hidden
 
         def between(mixed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
             hidden = hidden + self.self_attn.o_proj.add_bias(mixed)
             return wide(self.post_attention_layernorm(hidden)), hidden
 
         def mlp(normed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
-            return self.mlp.part(normed), hidden
+            return self.mlp.part(normed, for_mlp), hidden
 
         def after_mlp(fed: torch.Tensor, hidden: torch.Tensor) -> Tensors:
             return (self.scope.left(hidden + self.mlp.down_proj.add_bias(fed)),)
 
-        where = self.tp, self.sequence_parallel
+        for_attention, for_mlp = (gathered_input(self.tp, self.sequence_parallel) for _ in range(2))
         return [
-            into_columns(before_attention, *where),
-            out_of_rows(attention, *where),
-            into_columns(between, *where),
-            out_of_rows(mlp, *where),
+            into_columns(before_attention, self.tp, for_attention),
+            out_of_rows(attention, self.tp, for_attention),
+            into_columns(between, self.tp, for_mlp),
+            out_of_rows(mlp, self.tp, for_mlp),
             Segment(after_mlp),
         ]
 

@@ -22,6 +22,7 @@ from parallax.models.config import DecoderConfig
 from parallax.models.rotary import RotaryEmbedding
 from parallax.tensor_parallel.chunked_logits import ChunkedLogits
 from parallax.tensor_parallel.facts import ParameterFacts, replicated, update_facts
+from parallax.tensor_parallel.gathered_input import GatheredInput, gathered_input
 from parallax.tensor_parallel.linear import ColumnParallelLinear, column_parallel
 from parallax.tensor_parallel.scopes import ParameterScope
 from parallax.tensor_parallel.segments import Segment, into_columns
@@ -180,9 +181,10 @@ class DecoderStage(nn.Module):
         if self.spec.is_first:
             segments.insert(0, Segment(lambda _: (self._embedded(input_ids, rows),)))
         if self.spec.is_last:
-            segments.append(into_columns(self._normed, self.tp, self.sequence_parallel))
+            gathered = gathered_input(self.tp, self.sequence_parallel)
+            segments.append(into_columns(self._normed, self.tp, gathered))
             # What stands for logits goes no further than to the loss, in the same segment.
-            segments.append(Segment(lambda hidden: (cast("torch.Tensor", self._logits(hidden, communicate=False)),)))
+            segments.append(Segment(lambda hidden: (cast("torch.Tensor", self._logits(hidden, False, gathered)),)))
         return segments
 
     def _embedded(self, input_ids: torch.Tensor, rows: Rows | None) -> torch.Tensor:
@@ -196,7 +198,9 @@ class DecoderStage(nn.Module):
         normed = self.model.norm(self._head_scope.entered(hidden))
         return (normed.double() if self.exact_sums else normed,)
 
-    def _logits(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor | ChunkedLogits:
+    def _logits(
+        self, hidden: torch.Tensor, communicate: bool = True, gathered: GatheredInput | None = None
+    ) -> torch.Tensor | ChunkedLogits:
         tp = self.tp if communicate else None
         num_tokens = hidden.shape[0] * hidden.shape[1] * (size_of(tp) if self.sequence_parallel else 1)
         if 0 < self.loss_chunk < num_tokens:
@@ -205,5 +209,5 @@ class DecoderStage(nn.Module):
             whole = gather_sequence(hidden, tp) if self.sequence_parallel else copy_to(hidden, tp)
             return ChunkedLogits(whole, self._head_weight, self.loss_chunk, self.exact_sums, self._head_scope.left)
         weights = [self._head_weight]
-        (logits,) = column_parallel(hidden, weights, [None], tp, self.sequence_parallel, self.exact_sums)
+        (logits,) = column_parallel(hidden, weights, [None], tp, self.sequence_parallel, self.exact_sums, gathered)
         return self._head_scope.left(logits)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from parallax.kernels.table import has_kernel
 from parallax.mesh import Group
+from parallax.tensor_parallel.gathered_input import GatheredInput
 from parallax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, apply_together
 
 
@@ -70,13 +71,18 @@ class ParallelMLP(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self._features(hidden))
 
-    def part(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum over tp, without bias; `hidden` and the result are whole sequences."""
-        return self.down_proj.part(self._features(hidden, communicate=False))
+    def part(self, hidden: torch.Tensor, gathered: GatheredInput | None = None) -> torch.Tensor:
+        """Return this rank's part of the sum over tp, without bias; `hidden` and the result are whole sequences.
 
-    def _features(self, hidden: torch.Tensor, communicate: bool = True) -> torch.Tensor:
+        gathered: what `hidden` came from, and comes from again in backward; None to keep it.
+        """
+        return self.down_proj.part(self._features(hidden, communicate=False, gathered=gathered))
+
+    def _features(
+        self, hidden: torch.Tensor, communicate: bool = True, gathered: GatheredInput | None = None
+    ) -> torch.Tensor:
         if self.gate_proj is None:
-            (up,) = apply_together(hidden, self.up_proj, communicate=communicate)
+            (up,) = apply_together(hidden, self.up_proj, communicate=communicate, gathered=gathered)
             return F.gelu(up, approximate="tanh") if self.compiled is None else self.compiled(up)
-        gate, up = apply_together(hidden, self.gate_proj, self.up_proj, communicate=communicate)
+        gate, up = apply_together(hidden, self.gate_proj, self.up_proj, communicate=communicate, gathered=gathered)
         return _swiglu(gate, up) if self.compiled is None else self.compiled(gate, up)

@@ -4,7 +4,8 @@ The generators yield each time a collective has been started: whoever drives the
 meanwhile. That is how a pair of a forward and a backward hides the communication of both, in one thread, with NCCL and with
 gloo alike (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, cuts layers up like this for its pairs).
 
-Each segment has its own small autograd graph, entered at detached inputs. A stage that cannot be cut is a single segment.
+Each segment has its own small autograd graph, entered by a function that catches the gradients of its inputs: leaves would keep
+the inputs themselves, also those that no operator keeps. A stage that cannot be cut is a single segment.
 """
 
 from __future__ import annotations
@@ -24,18 +25,39 @@ Other = TypeVar("Other")
 Steps = Generator[None, None, Result]
 
 
+class Entry:
+    """Where an input enters the graph of a segment, and what backward finds there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self.gradient: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """Return the input's gradient; zeros if nothing depended on it, since the stage before waits for one."""
+        if self.gradient is None:
+            return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self.gradient
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, entry: Entry, _trained: torch.Tensor) -> torch.Tensor:
+        ctx.entry = entry
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.entry.gradient = gradient
+        return None, None, None
+
+
 @dataclass
 class Trace:
-    """What a forward leaves for the backward: each segment's inputs, and where its graph is entered."""
+    """What a forward leaves for the backward: of each segment, where its inputs enter its graph, and the graph's roots."""
 
     segments: Sequence[Segment]
-    inputs: list[tuple[torch.Tensor | None, ...]]
+    entries: list[tuple[Entry | None, ...]]
     roots: list[tuple[torch.Tensor | GradientEdge | None, ...]]
-
-    @property
-    def input(self) -> torch.Tensor | None:
-        """The input of the stage."""
-        return self.inputs[0][0]
 
     @property
     def has_gradient(self) -> bool:
@@ -55,14 +77,15 @@ def forward_steps(
     tensors: tuple[torch.Tensor | None, ...] = (input,)
     for place, segment in enumerate(segments):
         if train:
-            for tensor in tensors:
-                if tensor is not None and has_gradient(tensor):
-                    tensor.requires_grad_()
+            entries = tuple(
+                Entry(tensor) if tensor is not None and has_gradient(tensor) else None for tensor in tensors
+            )
+            trace.entries.append(entries)
+            tensors = tuple(map(_entered, tensors, entries))
         outputs = segment.compute(*tensors)
         last = place == len(segments) - 1
         if train:
-            trace.inputs.append(tensors)
-            trace.roots.append(outputs if last and keep_output else tuple(map(_entry, outputs)))
+            trace.roots.append(outputs if last and keep_output else tuple(map(_root, outputs)))
         tensors = tuple(output.detach() for output in outputs)
         del outputs
         if segment.forward is not None and tensors[0] is not None:
@@ -93,14 +116,14 @@ def backward_steps(
         if arriving is not None:
             yield
             gradients = (arriving.wait(), *gradients[1:])
-        roots, inputs = trace.roots.pop(), trace.inputs.pop()
+        roots, entries = trace.roots.pop(), trace.entries.pop()
         if defers:
             with queue.deferring(chunk):
                 _backward(roots, gradients)
         else:
             _backward(roots, gradients)
-        gradients = tuple(None if tensor is None else _gradient(tensor) for tensor in inputs)
-        del roots, inputs
+        gradients = tuple(None if entry is None else entry.take() for entry in entries)
+        del roots, entries
     if not split:
         queue.run(chunk)
     return gradients[0]
@@ -137,7 +160,14 @@ def has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _entry(output: torch.Tensor) -> GradientEdge | None:
+def _entered(tensor: torch.Tensor | None, entry: Entry | None) -> torch.Tensor | None:
+    if tensor is None or entry is None:
+        return tensor
+    # Something that is trained has to go in for anything to come out with a gradient.
+    return _Enter.apply(tensor, entry, torch.empty(0, device=tensor.device, requires_grad=True))
+
+
+def _root(output: torch.Tensor) -> GradientEdge | None:
     return get_gradient_edge(output) if output.requires_grad else None
 
 
@@ -152,10 +182,3 @@ def _backward(roots: Sequence[torch.Tensor | GradientEdge | None], gradients: Se
     if pairs:  # none: nothing in this stage or before it is trained
         edges: list[Any] = [root for root, _ in pairs]  # torch takes tensors and edges mixed, and says less
         torch.autograd.backward(edges, [gradient for _, gradient in pairs])
-
-
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a leaf's gradient; zeros if nothing depended on it, since the stage before waits for one."""
-    if not tensor.requires_grad:
-        return None
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

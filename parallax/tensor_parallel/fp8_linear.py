@@ -28,8 +28,7 @@ from parallax.collectives import (
 from parallax.mesh import Group
 from parallax.precision.operands import Operand
 from parallax.precision.products import Products
-
-SEQUENCE_DIM = 1  # of [batch, seq, hidden]
+from parallax.tensor_parallel.gathered_input import SEQUENCE_DIM, GatheredInput
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,13 +64,15 @@ class _ColumnParallel(torch.autograd.Function):
         sequence_parallel: bool,
         record: bool,
         products: Sequence[Products],
+        gathered: GatheredInput | None,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights: Sequence[Any] = parameters[: len(products)]
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
-        ctx.products = products
+        ctx.products, ctx.gathered = products, gathered
         ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
-        ctx.save_for_backward(input, *weights)
+        kept = input if gathered is None else gathered.kept(any(ctx.needs_input_grad))
+        ctx.save_for_backward(kept, *weights)
         whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
         rows = _rows(whole)
         operand = products[0].input(rows, record, readers=products[1:])
@@ -111,7 +112,9 @@ class _ColumnParallel(torch.autograd.Function):
                 grad_input, reducing = reduce_scatter_start(grad_input, tp, SEQUENCE_DIM)
         elif grad_input is not None:
             reducing = all_reduce_start(grad_input, tp)
-        needs = ctx.needs_input_grad[5:]
+        if ctx.gathered is not None:
+            input = ctx.gathered.again(input)
+        needs = ctx.needs_input_grad[6:]
         operand = products[0].input_for_wgrad(_rows(input), length) if any(needs[: len(weights)]) else None
         grad_weights = [
             _weight_gradient(product, sink, gradient, operand, weight) if need and operand is not None else None
@@ -125,7 +128,7 @@ class _ColumnParallel(torch.autograd.Function):
         if reducing is not None:
             reducing.wait()
         grad_input = None if grad_input is None else grad_input.to(input.dtype)
-        return grad_input, None, None, None, None, *grad_weights, *grad_biases
+        return grad_input, None, None, None, None, None, *grad_weights, *grad_biases
 
 
 class _RowParallel(torch.autograd.Function):
@@ -176,10 +179,11 @@ def fp8_column_parallel(
     biases: Sequence[torch.Tensor | None],
     tp: Group | None,
     sequence_parallel: bool = False,
+    gathered: GatheredInput | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Apply several column-parallel weights to one input in FP8; shapes as `linear.column_parallel` has them."""
     record = torch.is_grad_enabled()  # asked here: inside of an autograd function it is off
-    return _ColumnParallel.apply(input, tp, sequence_parallel, record, tuple(products), *weights, *biases)
+    return _ColumnParallel.apply(input, tp, sequence_parallel, record, tuple(products), gathered, *weights, *biases)
 
 
 def fp8_row_parallel(

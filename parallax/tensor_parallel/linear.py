@@ -6,7 +6,7 @@
 A column-parallel layer followed by a row-parallel one needs one AllReduce forward (at the row's output) and one backward
 (at the column's input). With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) the region outside the
 pair is split along the sequence: the AllReduce becomes a ReduceScatter there and an AllGather at the column's input; the
-gathered input is not kept but gathered again in backward.
+gathered input is not kept but gathered again in backward, also by who gathers it outside (gathered_input.py).
 
 Backward starts the communication of the input gradient, computes the weight gradient meanwhile, and then waits. Layers
 that read the same input (q, k, v; gate, up) go through one call of `column_parallel`, so they share its communication.
@@ -39,7 +39,8 @@ from parallax.collectives import (
 from parallax.mesh import Group, size_of
 from parallax.precision.products import Products
 from parallax.tensor_parallel.facts import ParameterFacts, replicated, sharded
-from parallax.tensor_parallel.fp8_linear import SEQUENCE_DIM, fp8_column_parallel, fp8_row_parallel
+from parallax.tensor_parallel.fp8_linear import fp8_column_parallel, fp8_row_parallel
+from parallax.tensor_parallel.gathered_input import SEQUENCE_DIM, GatheredInput
 from parallax.tensor_parallel.weight_gradients import sink_of_bf16
 
 
@@ -71,16 +72,18 @@ class _ColumnParallel(torch.autograd.Function):
         tp: Group | None,
         sequence_parallel: bool,
         exact_sums: bool,
+        gathered: GatheredInput | None,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         count = len(parameters) // 2
         weights: Sequence[Any] = parameters[:count]
         biases = parameters[count:]
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
-        ctx.exact_sums = exact_sums
+        ctx.exact_sums, ctx.gathered = exact_sums, gathered
         # Read from the parameters themselves: recomputation hands backward detached copies without attributes.
         ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
-        ctx.save_for_backward(input, *weights)
+        kept = input if gathered is None else gathered.kept(any(ctx.needs_input_grad))
+        ctx.save_for_backward(kept, *weights)
         whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
         # Between two segments the input may be wider, for the sum of its gradient.
         whole = whole.to(weights[0].dtype)
@@ -109,7 +112,9 @@ class _ColumnParallel(torch.autograd.Function):
                 grad_input, reducing = reduce_scatter_start(grad_input, ctx.tp, SEQUENCE_DIM)
         elif grad_input is not None:
             reducing = all_reduce_start(grad_input, ctx.tp)
-        needs = ctx.needs_input_grad[4:]
+        if ctx.gathered is not None:
+            input = ctx.gathered.again(input)
+        needs = ctx.needs_input_grad[5:]
         input_rows = _rows(input).to(weights[0].dtype)
         grad_weights = [
             _weight_gradient(sink, rows, input_rows) if need else None
@@ -121,7 +126,7 @@ class _ColumnParallel(torch.autograd.Function):
         if reducing is not None:
             reducing.wait()
         grad_input = None if grad_input is None else grad_input.to(input.dtype)
-        return grad_input, None, None, None, *grad_weights, *grad_biases
+        return grad_input, None, None, None, None, *grad_weights, *grad_biases
 
 
 class _RowParallel(torch.autograd.Function):
@@ -163,33 +168,36 @@ def column_parallel(
     tp: Group | None,
     sequence_parallel: bool = False,
     exact_sums: bool = False,
+    gathered: GatheredInput | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Apply several column-parallel weights to one input, sharing its communication forward and backward.
 
     input: `[batch, seq, in]`, the same on every tp rank, or `[batch, seq/tp, in]` with sequence parallelism.
     weights: `[out_i/tp, in]` each; biases: `[out_i/tp]` or None each.
     exact_sums: add up the input's gradient in float64, over tp too, so that no layout shows in it.
+    gathered: what an input came from that was gathered outside (tp is None here), and comes from again in backward.
     Returns `[batch, seq, out_i/tp]` for each.
     """
-    return _ColumnParallel.apply(input, tp, sequence_parallel, exact_sums, *weights, *biases)
+    return _ColumnParallel.apply(input, tp, sequence_parallel, exact_sums, gathered, *weights, *biases)
 
 
 def apply_together(
-    input: torch.Tensor, *layers: ColumnParallelLinear, communicate: bool = True
+    input: torch.Tensor, *layers: ColumnParallelLinear, communicate: bool = True, gathered: GatheredInput | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Apply layers to the same input with one communication each way; each gives its `[batch, seq, out/tp]`.
 
     communicate: False where the caller brings the whole input, and sums its gradient over tp (parallax.tensor_parallel.segments).
+    gathered: what the whole input came from then, and comes from again in backward; None to keep it.
     """
     first, tp = layers[0], layers[0].tp if communicate else None
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     products = [layer.products for layer in layers if layer.products is not None]
     if not products:
-        return column_parallel(input, weights, biases, tp, first.sequence_parallel, first.exact_sums)
+        return column_parallel(input, weights, biases, tp, first.sequence_parallel, first.exact_sums, gathered)
     if len(products) == len(layers):
-        return fp8_column_parallel(input, products, weights, biases, tp, first.sequence_parallel)
+        return fp8_column_parallel(input, products, weights, biases, tp, first.sequence_parallel, gathered)
     # Some in FP8 and some not: each communicates alone.
-    return tuple(apply_together(input, layer, communicate=communicate)[0] for layer in layers)
+    return tuple(apply_together(input, layer, communicate=communicate, gathered=gathered)[0] for layer in layers)
 
 
 def _reset(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:

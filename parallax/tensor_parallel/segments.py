@@ -8,6 +8,9 @@ both; for a pair of parallel linear layers these are (see parallax.collectives f
     into    before the column-parallel one    nothing      / all_reduce         all_gather     / reduce_scatter with sp
     out_of  after the row-parallel one        all_reduce   / nothing            reduce_scatter / all_gather with sp
 
+With sequence parallelism the input of column-parallel weights is gathered again in backward, as it is in a layer that is not cut:
+that starts together with the all_gather before the backward of `out_of`, and is hidden like it (gathered_input.py).
+
 parallax.pipeline.segments runs them.
 """
 
@@ -19,15 +22,9 @@ from typing import Protocol
 
 import torch
 
-from parallax.collectives import (
-    Pending,
-    all_gather_start,
-    all_reduce_start,
-    join_ranks,
-    reduce_scatter_start,
-)
+from parallax.collectives import Pending, all_reduce_start, reduce_scatter_start
 from parallax.mesh import Group
-from parallax.tensor_parallel.linear import SEQUENCE_DIM
+from parallax.tensor_parallel.gathered_input import SEQUENCE_DIM, GatheredInput, Gathering
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -78,42 +75,44 @@ def _after(first: Segment, second: Segment) -> Segment:
     return Segment(compute, second.forward, second.backward)
 
 
-def into_columns(compute: Callable[..., Tensors], tp: Group | None, sequence_parallel: bool) -> Segment:
+def into_columns(compute: Callable[..., Tensors], tp: Group | None, gathered: GatheredInput | None) -> Segment:
     """Return the segment whose first result is the input of column-parallel weights."""
     if tp is None:
         return Segment(compute)
-    if not sequence_parallel:
+    if gathered is None:
         return Segment(compute, backward=lambda gradient: _sum(gradient, tp))
-    return Segment(compute, lambda tensor: _gather(tensor, tp), lambda gradient: _scatter(gradient, tp))
+    return Segment(compute, gathered.gather, lambda gradient: _scatter(gradient, tp))
 
 
-def out_of_rows(compute: Callable[..., Tensors], tp: Group | None, sequence_parallel: bool) -> Segment:
-    """Return the segment whose first result is this rank's part of a row-parallel weight's output."""
+def out_of_rows(compute: Callable[..., Tensors], tp: Group | None, gathered: GatheredInput | None) -> Segment:
+    """Return the segment whose first result is this rank's part of a row-parallel weight's output.
+
+    gathered: what its column-parallel weights read, with sequence parallelism.
+    """
     if tp is None:
         return Segment(compute)
-    if not sequence_parallel:
+    if gathered is None:
         return Segment(compute, forward=lambda tensor: _sum(tensor, tp))
-    return Segment(compute, lambda tensor: _scatter(tensor, tp), lambda gradient: _gather(gradient, tp))
+
+    def backward(gradient: torch.Tensor) -> Arriving:
+        gathered.start()
+        return Gathering(gradient, tp)
+
+    return Segment(compute, lambda tensor: _scatter(tensor, tp), backward)
 
 
 @dataclass(frozen=True)
 class _Arriving:
     pending: Pending
     tensor: torch.Tensor
-    joined: bool = True  # otherwise `[ranks, ...]`, still to be joined along the sequence
 
     def wait(self) -> torch.Tensor:
         self.pending.wait()
-        return self.tensor if self.joined else join_ranks(self.tensor, SEQUENCE_DIM)
+        return self.tensor
 
 
 def _sum(tensor: torch.Tensor, tp: Group) -> Arriving:
     return _Arriving(all_reduce_start(tensor, tp), tensor)
-
-
-def _gather(tensor: torch.Tensor, tp: Group) -> Arriving:
-    gathered, pending = all_gather_start(tensor, tp)
-    return _Arriving(pending, gathered, joined=False)
 
 
 def _scatter(tensor: torch.Tensor, tp: Group) -> Arriving:

@@ -140,10 +140,12 @@ def test_sequence_parallelism_sends_less_between_stages() -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_head_that_takes_chunks_of_tokens_keeps_its_gathered_input(tp: int) -> None:
     words = f"{SMALL} --tp {tp} --pp 2 --sp --micro-batch 1 --global-batch 4"
-    (whole, chunked) = (plan_of(f"{words} --loss-chunk {chunk}").ranks[1].traffic.tp for chunk in (16, 8))
+    whole, chunked = (plan_of(f"{words} --loss-chunk {chunk}").ranks[1] for chunk in (16, 8))
     gather = 16 * 32 * 4 * (tp - 1) // tp
-    kept = 4 * (4 * 10 + 2)
-    assert (chunked, whole) == (kept * gather, (kept + 4) * gather)
+    of_layers = 10 * len(whole.layers[0])
+    micro_batches = 4
+    assert whole.traffic.tp == micro_batches * (of_layers + 3) * gather
+    assert chunked.traffic.tp == micro_batches * (of_layers + 2) * gather
 
 
 def test_the_largest_model_on_16384_ranks_takes_seconds() -> None:
@@ -189,6 +191,9 @@ def test_the_plan_says_how_layers_run_in_fp8_and_what_would_compute_on_this_mach
     for line in table:
         assert f"  {line}\n" in shown
     assert "\nfp8: on this machine " in shown
+    of_fp8 = make_plan(config).ranks[0].memory
+    assert f"{of_fp8.weights / 2**20:.2f}        {of_fp8.fp8_weights / 2**20:.2f}" in shown
+    assert "  weights  fp8 weights  gradients  " in shown
     print_plan(config_of("--model tiny --precision bf16"))
     assert "fp8" not in capsys.readouterr().out
 
@@ -200,6 +205,17 @@ def test_a_backend_that_cannot_run_here_is_told_and_does_not_end_the_plan(capsys
     assert "fp8: not on this machine: --fp8-backend te: needs an NVIDIA GPU, and this run is on cpu" in shown
     assert "\n  model.layers.0-7.mlp.down_proj     e4m3 tensor x e4m3 tensor\n" in shown
     assert "Memory of each rank" in shown
+
+
+def test_copies_of_weights_in_fp8_are_those_of_the_backend_that_was_asked_for_also_where_it_cannot_run() -> None:
+    words = "--model llama3-8b --precision fp8 --fp8-scales pow2 --tp 8 --pp 4 --micro-batch 1 --global-batch 4"
+    reference, te = (
+        [rank.memory for rank in plan_of(f"{words} --fp8-backend {name}").ranks] for name in ("reference", "te")
+    )
+    # Of the layers' matrices, 32 of 218,103,808 elements: 9 bytes of each, or 2, and the scales of tiles.
+    for memory, each in ((reference, 9), (te, 2)):
+        assert sum(one.fp8_weights for one in memory) == pytest.approx(each * 32 * 218_103_808 / 8, rel=1e-3)
+        assert memory[1].total - memory[1].fp8_weights == reference[1].total - reference[1].fp8_weights
 
 
 def test_the_plan_says_why_auto_chose_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
