@@ -58,6 +58,7 @@ class Operand:
     data: `[rows, columns]`, FP8; or bf16 or fp32, with scale_inv None, which is what runs while scales are not known yet.
     scale_inv: fp32, of each tile, counted from `lead` rows and columns before the data; a scalar where tile is None.
     kept: where a backend keeps what it makes of an operand that is used again, a weight's; None for one that is not.
+    origin: of the transposed of an operand that is used again, that operand: what was made of one may do for both.
     """
 
     data: torch.Tensor
@@ -65,13 +66,22 @@ class Operand:
     tile: Tile | None = None
     lead: Tile = (0, 0)
     kept: dict[str, torch.Tensor] | None = None
+    origin: Operand | None = None
 
     def t(self) -> Operand:
         """Return the transposed matrix: the same bytes."""
         scale_inv = self.scale_inv if self.scale_inv is None or self.tile is None else self.scale_inv.t()
         tile = None if self.tile is None else (self.tile[1], self.tile[0])
         kept: dict[str, torch.Tensor] | None = None if self.kept is None else {}
-        return replace(self, data=self.data.t(), scale_inv=scale_inv, tile=tile, lead=self.lead[::-1], kept=kept)
+        origin = None if self.kept is None else self
+        lead = self.lead[::-1]
+        return replace(self, data=self.data.t(), scale_inv=scale_inv, tile=tile, lead=lead, kept=kept, origin=origin)
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return the tensors that it holds beside what it was made of; some may share their memory."""
+        # Data without scales is the tensor itself.
+        own = [] if self.scale_inv is None else [self.data, self.scale_inv]
+        return own + list((self.kept or {}).values())
 
     def dequantized(self) -> torch.Tensor:
         """Return q * scale_inv without a rounding, in float64."""

@@ -55,10 +55,22 @@ class Backend(Protocol):
 
 @dataclass(eq=False)
 class WeightCache:
-    """The quantised weight of a layer, as it is and transposed, for all micro-batches of a step; only while it is `open`."""
+    """The quantised weight of a layer, as it is and transposed, for all micro-batches of a step; only while it is `open`.
+
+    Between uses it may be forgotten: quantised again, it has the same bytes.
+    """
 
     open: bool = False
     operands: tuple[Operand, Operand] | None = None
+
+    def forget(self) -> None:
+        self.operands = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds now, each block of memory once."""
+        blocks = {copy.untyped_storage() for operand in self.operands or () for copy in operand.copies()}
+        return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +148,7 @@ class Products:
         if self.weights.open:
             operand = replace(operand, kept={})
             self.weights.operands = operand, operand.t()
+            return self.weights.operands
         return operand, operand.t()
 
     def _multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:

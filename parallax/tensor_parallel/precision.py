@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -11,28 +12,97 @@ from torch import nn
 from parallax.mesh import Group, Mesh, Replicas
 from parallax.precision.backends.choose import Choice
 from parallax.precision.operands import Cut
-from parallax.precision.products import Products
+from parallax.precision.products import Products, WeightCache
 from parallax.precision.recipe import Recipe
 from parallax.precision.scales import Scales
 from parallax.precision.tiles import TILE_SIZE
 from parallax.tensor_parallel.facts import ParameterFacts
 from parallax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallax.tensor_parallel.scopes import Keeper, ParameterScope
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 
 
+@dataclass(eq=False)
+class CopyMeter:
+    """The most bytes that the quantised weights of a rank's layers took at once, while it is on."""
+
+    caches: Sequence[WeightCache]
+    on: bool = False
+    peak: int = 0
+
+    def look(self) -> None:
+        """Measure; called before any of them is forgotten."""
+        if self.on:
+            self.peak = max(self.peak, sum(cache.nbytes for cache in self.caches))
+
+
+class ForgettingKeeper:
+    """Around the keeper of a scope whose weights come and go (ZeRO 3): what was made of them goes when they go.
+
+    Quantised anew at the next use they have the same bytes. Uses may nest and overlap, as the keeper's do: it counts.
+    """
+
+    def __init__(self, keeper: Keeper, caches: Sequence[WeightCache], meter: CopyMeter) -> None:
+        self._keeper, self._caches, self._meter, self._num_uses = keeper, caches, meter, 0
+
+    def gather(self, scope: ParameterScope, backward: bool) -> None:
+        self._keeper.gather(scope, backward)
+        self._num_uses += 1
+
+    def release(self, scope: ParameterScope) -> None:
+        self._num_uses -= 1
+        if not self._num_uses:
+            self._meter.look()
+            for cache in self._caches:
+                cache.forget()
+        self._keeper.release(scope)
+
+
 @dataclass(frozen=True, eq=False)
 class Fp8State:
-    """What FP8 keeps on this rank. choice: the backend, and why. scales: of delayed scaling; None with tiles."""
+    """What FP8 keeps on this rank.
+
+    choice: the backend, and why. layers: those that run in FP8. scales: of delayed scaling; None with tiles.
+    """
 
     choice: Choice
-    products: dict[str, Products]
+    layers: dict[str, ParallelLinear]
     scales: Scales | None
+    meter: CopyMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "meter", CopyMeter([product.weights for product in self.products.values()]))
+
+    @property
+    def products(self) -> dict[str, Products]:
+        return {name: layer.products for name, layer in self.layers.items() if layer.products is not None}
+
+    def forget_with(self, scopes: Iterable[ParameterScope], gathered: set[nn.Parameter]) -> None:
+        """Let what is made of weights that are `gathered` for each use of their scope go when they go."""
+        cache_of = {
+            layer.weight: layer.products.weights
+            for layer in self.layers.values()
+            if layer.products is not None and layer.weight in gathered
+        }
+        for scope in scopes:
+            caches = [cache_of[parameter] for parameter in scope.parameters() if parameter in cache_of]
+            if caches and scope.keeper is not None:
+                scope.keeper = ForgettingKeeper(scope.keeper, caches, self.meter)
+
+    @contextmanager
+    def measuring(self) -> Iterator[CopyMeter]:
+        """Measure the steps that are done in here; `peak` of the result has their bytes."""
+        self.meter.on, self.meter.peak = True, 0
+        try:
+            yield self.meter
+        finally:
+            self.meter.on = False
 
     def begin_step(self) -> None:
-        """From here to `finish_step` no weight changes: each is quantised once."""
-        for product in self.products.values():
-            product.weights.open = True
+        """From here to `finish_step` no weight changes: each is quantised once, or once for each time that it is gathered."""
+        for cache in self.meter.caches:
+            cache.open = True
 
     def agree(self) -> torch.Tensor | None:
         """After backward: agree on what was measured, see `Scales.agree`; called by all ranks. None if nothing is measured."""
@@ -40,8 +110,10 @@ class Fp8State:
 
     def finish_step(self, skip: torch.Tensor) -> None:
         """Forget the quantised weights, and make the next step's scales; skip: scalar, 1 if the step does not count."""
-        for product in self.products.values():
-            product.weights.open, product.weights.operands = False, None
+        self.meter.look()
+        for cache in self.meter.caches:
+            cache.open = False
+            cache.forget()
         if self.scales is not None:
             self.scales.finish_step(skip)
 
@@ -65,9 +137,7 @@ def apply_recipe(modules: Iterable[nn.Module], recipe: Recipe, choice: Choice, m
         outputs, inputs = _cuts(layer.parameter_facts["weight"], layer.tp)
         slots = None if scales is None else scales.slots(name)
         layer.products = Products(recipe, backend, outputs, inputs, slots)
-    return Fp8State(
-        choice, {name: layer.products for name, layer in layers.items() if layer.products is not None}, scales
-    )
+    return Fp8State(choice, layers, scales)
 
 
 def _make_scales(layers: dict[str, ParallelLinear], recipe: Recipe, mesh: Mesh) -> Scales:

@@ -15,7 +15,7 @@ from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.stages import EMBEDDING, shape_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
-from parallax.precision.backends.choose import choose_backend
+from parallax.precision.backends.choose import choose_backend, this_device
 from parallax.precision.options import Fp8Options
 from parallax.precision.recipe import Table, in_words
 from parallax.tensor_parallel.facts import named_parameters_with_facts
@@ -90,6 +90,9 @@ def build_train_step(
         rule=rule_of(optimizer),
         fill=FirstValues(training.seed),
     )
+    if fp8_state is not None:
+        gathered = {sink.parameter for bucket in buckets.buckets if bucket.is_gathered for sink in bucket.sinks}
+        fp8_state.forget_with((scope for stage in stages.values() for scope in stage.scopes), gathered)
     length = training.seq_len // mesh.layout.tp if sequence_parallel else training.seq_len
     spec = ActivationSpec((training.micro_batch, length, model.hidden_size), DTYPES[training.precision])
     return TrainStep(
@@ -112,14 +115,17 @@ def describe_fp8(state: Fp8State | None, layers: Table | None) -> list[str]:
     return [f"fp8            {state.choice.backend.name}: {state.choice.reason}"] + [" " * 15 + line for line in lines]
 
 
+def planned_backend(fp8: Fp8Options, model: DecoderConfig, tp: int) -> tuple[str, str]:
+    """Return the backend that this machine would compute with, or the one that was asked for, and a line that says which it is."""
+    try:
+        choice = choose_backend(fp8, this_device(), linear_layers(model), tp)
+    except ConfigError as error:
+        return fp8.fp8_backend, f"fp8: not on this machine: {error}"
+    return choice.backend.name, f"fp8: on this machine {choice.backend.name}: {choice.reason}"
+
+
 def plan_fp8(fp8: Fp8Options, model: DecoderConfig, tp: int, layers: Table | None) -> list[str]:
     """Return what would compute in FP8 on this machine, or why that cannot, and how each layer's products run, a line each."""
     if layers is None:
         return []
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        choice = choose_backend(fp8, device, linear_layers(model), tp)
-        first = f"fp8: on this machine {choice.backend.name}: {choice.reason}"
-    except ConfigError as error:
-        first = f"fp8: not on this machine: {error}"
-    return [first] + [f"  {line}" for line in in_words(layers)]
+    return [planned_backend(fp8, model, tp)[1]] + [f"  {line}" for line in in_words(layers)]

@@ -22,18 +22,23 @@ from dataclasses import dataclass, fields
 from parallax.models.config import DecoderConfig
 
 FP32_BYTES = 4
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # fp8: quantised weights come on top, for a step
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # fp8: quantised weights come on top, see Memory
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `activations` of all micro-batches in flight; `working` lives only while a layer or the loss runs."""
+    """Bytes of one rank.
+
+    activations: of all micro-batches in flight. working: lives only while a layer or the loss runs. fp8_weights: the copies of
+    weights that FP8 products are of, for a step; where the weights are gathered for each use (ZeRO 3), of the layers in use.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     working: int
+    fp8_weights: int = 0
 
     @property
     def total(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parallax.collectives import all_gather
-from parallax.training.measured_memory import PARTS, MemoryReport
+from parallax.training.measured_memory import MemoryReport
 from parallax.training.options import RunOptions
 from parallax.training.pipeline_trace import write_pipeline_trace
 from parallax.training.profile import write_profile
@@ -56,13 +56,13 @@ class Observer:
     @contextmanager
     def _measured(self) -> Iterator[None]:
         self._is_first = False
-        report = MemoryReport(self.train_step.buckets, self.train_step.optimizer)
+        report = MemoryReport(self.train_step.buckets, self.train_step.optimizer, self.train_step.fp8)
         with report.watching():
             yield
         parts = report.parts()
-        row = torch.tensor([parts[name] for name in PARTS], dtype=torch.int64, device=self.mesh.device)
+        row = torch.tensor(list(parts.values()), dtype=torch.int64, device=self.mesh.device)
         rows = all_gather(row.view(1, -1), self.mesh.world).cpu()
-        self._memory = {name: _told(rows[:, place]) for place, name in enumerate(PARTS)}
+        self._memory = {name: _told(rows[:, place]) for place, name in enumerate(parts)}
         most = ", ".join(f"{name} {part['max'] / 2**20:,.1f}" for name, part in self._memory.items())
         self._notices += [f"memory         {most} MiB" + (", the most of any rank" if len(rows) > 1 else "")]
 

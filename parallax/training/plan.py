@@ -15,18 +15,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Layout
-from parallax.models.config import DecoderConfig, flops_per_token, num_parameters
+from parallax.models.config import DecoderConfig, flops_per_token, linear_layers, num_parameters
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.simulator import simulate
+from parallax.precision.copies import RankCopies, copies_of_ranks
 from parallax.precision.options import Fp8Options
 from parallax.precision.recipe import Table
 from parallax.tensor_parallel.vocabulary import padded_vocab_size
-from parallax.training.build import plan_fp8
+from parallax.training.build import plan_fp8, planned_backend
 from parallax.training.memory import (
     Memory,
     Shapes,
@@ -134,6 +135,10 @@ def make_plan(run: PlannedRun) -> Plan:
         training.recompute,
         training.loss_chunk,
     )
+    copies: Sequence[RankCopies] = ()
+    if run.fp8_layers is not None:
+        backend, _ = planned_backend(run.fp8, config, layout.tp)
+        copies = copies_of_ranks(backend, run.fp8.recipe, linear_layers(config), layout.tp)
     flops = stage_flops(config, layers, training.seq_len)
     even_share = flops_per_token(config, training.seq_len) / layout.pp
     ranks = []
@@ -154,7 +159,10 @@ def make_plan(run: PlannedRun) -> Plan:
                 # A stage that is held twice gets a part of the micro-batches on each holder.
                 flops_share=sum(flops[stage] * count / num_micro_batches for stage, count in chunks.items())
                 / even_share,
-                memory=rank_memory(shapes, schedule, layers, pp_rank, sharding),
+                memory=replace(
+                    rank_memory(shapes, schedule, layers, pp_rank, sharding),
+                    fp8_weights=fp8_weight_bytes(copies, shapes, schedule, layers, pp_rank, sharding),
+                ),
                 traffic=rank_traffic(shapes, schedule, layers, pp_rank, sharding),
             )
         )
@@ -196,6 +204,40 @@ def rank_memory(
         peak = max(peak, held)
         held -= sum(kept[action.stage] for action in entry.parts if action.kind in ("B", "I"))
     return Memory(weights, gradients, moments, peak, working + sharding.working_bytes())
+
+
+def fp8_weight_bytes(
+    copies: Sequence[RankCopies],
+    shapes: Shapes,
+    schedule: Schedule,
+    layers: Sequence[range],
+    pp_rank: int,
+    sharding: RankSharding,
+) -> int:
+    """Return what a rank at a position in the pipeline makes of its weights for FP8, at most; copies: of each tp rank, or none.
+
+    Of weights that are gathered for each use, copies go with them: a forward has those of one layer, a backward of another. The
+    two of a pair are there at once where tensor parallelism cuts them into parts that take turns.
+    """
+    gathered = sharding.gathered
+    stages = {stage: layers[stage] for stage in schedule.stages_of(pp_rank)}
+    brief = {stage: [layer for layer in held if f"layers.{layer}" in gathered] for stage, held in stages.items()}
+    staying = [layer for stage, held in stages.items() for layer in held if layer not in brief[stage]]
+    take_turns = shapes.tp > 1 and shapes.recompute != "full"
+    entries = {tuple((part.kind, part.stage) for part in entry.parts) for entry in schedule.order[pp_rank]}
+
+    def in_use(rank: RankCopies, kind: str, stage: int) -> int:
+        if kind == "F":
+            return rank.most_in(brief[stage], lambda copies: copies.forward)
+        if kind == "W":
+            return 0  # a product of what was kept of the backward before
+        return rank.most_in(brief[stage], lambda copies: copies.both if shapes.recompute == "full" else copies.backward)
+
+    def most_in_use(rank: RankCopies) -> int:
+        sizes = ([in_use(rank, *part) for part in parts] for parts in entries)
+        return max((sum(size) if take_turns else max(size) for size in sizes), default=0)
+
+    return max((rank.kept(staying) + most_in_use(rank) for rank in copies), default=0)
 
 
 def rank_traffic(
@@ -253,14 +295,14 @@ def print_plan(run: PlannedRun) -> None:
     for line in plan_fp8(run.fp8, run.model_config, run.layout.tp, run.fp8_layers):
         console.print(line, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = "stages layers ranks parameters in_flight weights gradients optimizer activations working total tp pp dp".split()
-    for name in names:
+    parts = ["weights", "gradients", "optimizer", "activations", "working", "total"]
+    if run.fp8_layers is not None:
+        parts.insert(1, "fp8_weights")
+    for name in ["stages", "layers", "ranks", "parameters", "in_flight", *parts, "tp", "pp", "dp"]:
         table.add_column(name.replace("_", " "), justify="right")
     for rank in plan.ranks:
         memory, traffic = rank.memory, rank.traffic
-        sizes = [
-            getattr(memory, part) for part in ("weights", "gradients", "optimizer", "activations", "working", "total")
-        ]
+        sizes = [getattr(memory, part) for part in parts]
         table.add_row(
             ", ".join(map(str, rank.stages)),
             ", ".join(

@@ -94,6 +94,13 @@ class RankSharding:
         weights, gradients, states = (sum(column) for column in zip(*rows, strict=True))
         return weights, gradients, states
 
+    @property
+    def gathered(self) -> set[str]:
+        """The units whose weights are here only while they are used."""
+        if self.optimizer.zero < 3:
+            return set()
+        return {unit for bucket in self.buckets if len(bucket.levels.inner) > 1 for unit in bucket.plan.key.unit}
+
     def working_bytes(self) -> int:
         """Return what ZeRO 2 and 3 need beside: a whole gradient on its way and one that fills; the weights of two layers."""
         divided = [bucket for bucket in self.buckets if len(bucket.levels.inner) > 1]

@@ -6,6 +6,7 @@ Sizes are chosen so that tensor parallelism cuts tiles: 96 features of the MLP a
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from parallax.mesh import Layout, Mesh
 from parallax.precision import quantize_tiles
 from parallax.precision.operands import Cut, quantize_shard
 from parallax.precision.options import Fp8Options
+from parallax.tensor_parallel.precision import Fp8State
 from tests.distributed.harness import run_layout
 from tests.distributed.test_parity import GPT
 from tests.distributed.training import SMALL, Case, build, loader_of, train, train_all
@@ -86,6 +88,31 @@ def test_what_is_compared_is_fp8_and_not_bf16() -> None:
 def test_recomputation_changes_no_bit(recompute: str, fp8: Fp8Options) -> None:
     mesh = Mesh(Layout(), 0, torch.device("cpu"))
     assert train(mesh, case(fp8, recompute=recompute)) == train(mesh, case(fp8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "choices"),
+    [
+        (Layout(dp=2), {}),
+        pytest.param(Layout(dp=2), {"recompute": "full"}, marks=SLOW),
+        pytest.param(Layout(tp=2, dp=2), {"sp": True}, marks=SLOW),
+        pytest.param(Layout(pp=2, dp=2), {"schedule": "zb-v"}, marks=SLOW),
+        pytest.param(Layout(tp=2, pp=2, dp=2), {"schedule": "dualpipe", "micro_batch": 1}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_weights_that_are_quantised_at_each_gathering_change_no_bit(layout: Layout, choices: dict) -> None:
+    """Under ZeRO 3 the copies of weights go with the weights, and are made again."""
+    cases = [case(fp8, zero=3, **choices) for fp8 in (TILE, DELAYED)]
+    for gathered, kept in run_layout(layout, _trained_twice, cases, timeout=200):
+        assert gathered == kept and gathered[0] != gathered[1]
+
+
+def _trained_twice(mesh: Mesh, cases: list[Case]) -> list[list]:
+    """Train as it is, and with copies that stay for a step as they do under ZeRO 2."""
+    as_it_is = train_all(mesh, cases)
+    with mock.patch.object(Fp8State, "forget_with", lambda *_: None):
+        return [as_it_is, train_all(mesh, cases)]
 
 
 def _scales(mesh: Mesh, one: Case) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from parallax.config import PretrainConfig
@@ -40,11 +41,12 @@ def _measure(mesh: Mesh, config: PretrainConfig) -> dict[str, int]:
         config.optimizer,
         NextToken(vocabulary, mesh.tp),
         sequence_parallel=config.parallel.sp,
+        fp8=config.fp8,
     )
     ids = torch.randint(0, vocabulary, (training.micro_batch, training.seq_len))
     batches = [{"input_ids": ids, "labels": ids}] * config.num_micro_batches
     step(batches, 1e-3)  # makes the tables of rotary positions
-    report = MemoryReport(step.buckets, step.optimizer)
+    report = MemoryReport(step.buckets, step.optimizer, step.fp8)
     with report.watching():
         step(batches, 1e-3)
     return report.parts()
@@ -81,3 +83,53 @@ def test_kept_memory_counts_blocks_once_while_they_are_kept() -> None:
         both.backward()
         del output, both
     assert kept.bytes == 0 and kept.peak == 2 * 4 * 8 * 4
+
+
+WIDTHS = "--hidden 64 --heads 4 --kv-heads 4 --ffn 192"
+EIGHT_BITS = f"--tokenizer bytes --layers 8 {WIDTHS} --seq-len 16 --precision fp8 --global-batch 8 --micro-batch 1"
+COPIES = {
+    Layout(): ["", "--recompute full", "--fp8-recipe delayed", "--zero 3"],
+    # 192 features over 2 ranks are cut inside of a tile, and the second rank begins inside of one.
+    Layout(tp=2): ["--tp 2", "--tp 2 --sp", "--tp 2 --fp8-recipe delayed --fp8-keep layers.0 down_proj"],
+    Layout(dp=2): [
+        *("--zero 1", "--zero 2", "--zero 3", "--zero 3 --fp8-recipe delayed", "--zero 3 --recompute full"),
+    ],
+    Layout(pp=2, dp=2): [
+        "--pp 2 --zero 3",
+        "--pp 2 --zero 3 --schedule zb-v --fp8-keep layers.0",
+        "--pp 2 --zero 3 --schedule dualpipe",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=pytest.mark.slow) if one.pp > 1 else one for one in COPIES], ids=str
+)
+def test_the_copies_of_weights_in_fp8_take_what_the_plan_says_to_the_byte(layout: Layout) -> None:
+    cases = [f"{EIGHT_BITS} --dp {layout.dp} {words}" for words in COPIES[layout]]
+    measured = run_layout(layout, _measured, cases, timeout=200)
+    for place, words in enumerate(cases):
+        for pp_rank, planned in enumerate(make_plan(config_of(words)).ranks):
+            held = [
+                row[place]["fp8 weights"]
+                for rank, row in enumerate(measured)
+                if layout.coordinates(rank)["pp"] == pp_rank
+            ]
+            assert planned.memory.fp8_weights == max(held) > 0, (words, pp_rank, held)
+
+
+def test_under_zero_3_copies_of_weights_in_fp8_are_those_of_one_layer() -> None:
+    cases = [f"{EIGHT_BITS} --dp 2 --zero {zero}" for zero in (2, 3)]
+    for two, three in run_layout(Layout(dp=2), _measured, cases):
+        assert two["fp8 weights"] == 8 * three["fp8 weights"]
+
+
+@pytest.mark.slow
+def test_a_pair_of_a_forward_and_a_backward_has_the_copies_of_two_layers_at_most() -> None:
+    words = f"{EIGHT_BITS} --tp 2 --pp 2 --dp 2 --zero 3 --schedule dualpipe"
+    layout = Layout(tp=2, pp=2, dp=2)
+    one_layer = make_plan(config_of(words.replace("dualpipe", "1f1b"))).ranks[0].memory.fp8_weights
+    plan = make_plan(config_of(words))
+    assert {rank.memory.fp8_weights for rank in plan.ranks} == {2 * one_layer}
+    for (parts,) in run_layout(layout, _measured, [words], timeout=200):
+        assert one_layer < parts["fp8 weights"] <= 2 * one_layer

@@ -6,6 +6,7 @@ measured by us on a GPU yet.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,13 @@ class Choice:
 
     backend: Backend
     reason: str
+
+
+def this_device() -> torch.device:
+    """Return the device of this process, as `parallax.mesh.connect` takes it."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def choose_backend(options: Fp8Options, device: torch.device, layers: Layers | None = None, tp: int = 1) -> Choice:

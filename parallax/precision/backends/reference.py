@@ -38,6 +38,8 @@ class ReferenceBackend:
 
 
 def _values(operand: Operand) -> torch.Tensor:
+    if operand.origin is not None:
+        return _values(operand.origin).t()
     if operand.kept is None:
         return operand.dequantized()
     if "values" not in operand.kept:

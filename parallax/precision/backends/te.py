@@ -116,6 +116,9 @@ class TeOperand(Operand):
         tile = None if self.tile is None else (self.tile[1], self.tile[0])
         return replace(self, data=self.data.t(), tile=tile, transposed=not self.transposed)
 
+    def copies(self) -> list[torch.Tensor]:
+        return [part for part in vars(self.tensor).values() if isinstance(part, torch.Tensor)]
+
 
 class TransformerEngineBackend:
     """Transformer Engine's quantisers and general_gemm. Cuts inside of a tile are not for it: see `choose`."""
