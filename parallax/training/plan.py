@@ -21,19 +21,18 @@ from typing import Protocol
 from parallax.data_parallel.options import OptimizerOptions
 from parallax.mesh import Layout
 from parallax.models.config import DecoderConfig, flops_per_token, linear_layers, num_parameters
-from parallax.pipeline.actions import Schedule
+from parallax.pipeline.actions import Pair, Schedule
 from parallax.pipeline.simulator import simulate
 from parallax.precision.copies import RankCopies, copies_of_ranks
 from parallax.precision.options import Fp8Options
 from parallax.precision.recipe import Table
 from parallax.tensor_parallel.vocabulary import padded_vocab_size
 from parallax.training.build import plan_fp8, planned_backend
+from parallax.training.kept import most_in_pair, stage_parts
 from parallax.training.memory import (
     Memory,
     Shapes,
-    layer_activation_bytes,
     layer_working_bytes,
-    logits_bytes,
     loss_working_bytes,
 )
 from parallax.training.options import ParallelOptions, TrainingOptions
@@ -189,19 +188,22 @@ def rank_memory(
     """Return what a rank at a position in the pipeline holds at the fullest moment of a step."""
     weights, gradients, moments = sharding.state_bytes()
     last, padded = schedule.num_stages - 1, padded_vocab_size(shapes.config.vocab_size, shapes.tp)
-    kept = {
-        stage: len(layers[stage]) * layer_activation_bytes(shapes)
-        + (logits_bytes(shapes, padded) if stage == last else 0)
+    parts = {
+        stage: stage_parts(shapes, len(layers[stage]), padded if stage == last else None)
         for stage in schedule.stages_of(pp_rank)
     }
+    kept = {stage: sum(part.bytes for part in of_stage) for stage, of_stage in parts.items()}
     working = layer_working_bytes(shapes)
     if last in kept:
         # The loss has run backward before any layer does.
         working = max(working, loss_working_bytes(shapes, padded))
     held = peak = 0
     for entry in schedule.order[pp_rank]:
+        if isinstance(entry, Pair):
+            peak = max(peak, held + most_in_pair(*(parts[action.stage] for action in entry.parts)))
         held += sum(kept[action.stage] for action in entry.parts if action.kind == "F")
-        peak = max(peak, held)
+        if not isinstance(entry, Pair):
+            peak = max(peak, held)
         held -= sum(kept[action.stage] for action in entry.parts if action.kind in ("B", "I"))
     return Memory(weights, gradients, moments, peak, working + sharding.working_bytes())
 

@@ -24,6 +24,18 @@ SHARDED = [
     f"{SMALL} --tp 2 --pp 2 --global-batch 8 {words}"
     for words in ("--zero 1 --sp", "--zero 2 --precision bf16", "--zero 3 --optimizer sgd", "--schedule gpipe --zero 0")
 ]
+# Forward and backward take turns where tensor parallelism cuts a layer.
+PAIRED = [
+    f"{SMALL} --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --schedule {words}"
+    for words in (
+        "dualpipe --sp",
+        "dualpipev --sp",
+        "dualpipev",
+        "interleaved-paired --sp",
+        "interleaved-paired --sp --recompute selective --loss-chunk 8",
+        "interleaved-paired --sp --recompute full",
+    )
+]
 
 
 def _measured(mesh: Mesh, cases: list[str]) -> list[dict[str, int]]:
@@ -70,6 +82,11 @@ def test_a_process_holds_what_the_plan_says() -> None:
 
 def test_each_rank_holds_what_the_plan_says() -> None:
     _check(SHARDED, Layout(tp=2, pp=2))
+
+
+@pytest.mark.parametrize("cases", [PAIRED[1:2], pytest.param(PAIRED, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_pairs_keep_no_more_than_the_plan_says(cases: list[str]) -> None:
+    _check(cases, Layout(tp=2, pp=2))
 
 
 def test_kept_memory_counts_blocks_once_while_they_are_kept() -> None:
