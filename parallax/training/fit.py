@@ -136,8 +136,11 @@ class _Loop:
             for evaluation in run.evaluations if evaluates else ():
                 if self.stop is None and (last or not evaluation.only_at_end):
                     values |= self._evaluate(evaluation)
+            self.watch.pause(time.perf_counter() - started)
             if values:
+                # It counts as a part of the next step, in which the other ranks wait for the one that writes.
                 run.metrics.write({"step": state.step} | values)
+            started = time.perf_counter()
             if saves or self.stop is not None:
                 self.mesh.journal.enter(f"the save of step {state.step}")
                 run.saves.save(self._counted())
@@ -180,7 +183,9 @@ class _Loop:
         self.watch.steps += 1
         run.metrics.advance(state.step)
         self.issued.append(_Issued(state.step, data_step, lr, Report(result.numbers()), result.local))
+        started = time.perf_counter()
         self._say(self.observer.notices(state.step))
+        self.watch.pause(time.perf_counter() - started)
 
     def _settle(self, at_once: bool) -> bool:
         """Act on the numbers of the steps that were started, of the newest only if it must be `at_once`.
@@ -292,7 +297,8 @@ class _Loop:
             "mfu": share if self.peak_is_believed else None,
             "step_seconds": seconds / steps,
             "memory_bytes": peak_memory_bytes(self.mesh.device),
-            **self.observer.values(),
+            # That of several steps is their mean, and one of them was recorded.
+            **self.observer.values(seconds if steps == 1 else None),
         }
 
     def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallax.collectives import all_gather
+from parallax.collectives import all_gather, barrier
 from parallax.training.measured_memory import MemoryReport
 from parallax.training.options import RunOptions
 from parallax.training.pipeline_trace import write_pipeline_trace
@@ -77,7 +77,7 @@ class Observer:
             self._clock = Clock(self.mesh)
         self._recorder = StepRecorder(self.mesh, self._clock, together=asked)
         yield self._recorder
-        self._recorder.end()
+        self._recorder.end(together=True)
 
     def notices(self, step: int) -> list[str]:
         """Write the files that were asked for of the step that is just over; return what there is to say about it."""
@@ -91,14 +91,19 @@ class Observer:
             if self.mesh.rank == 0:
                 paths = write_pipeline_trace(trace, self.out)
                 notices.append(f"traced         step {step}: {', '.join(map(str, paths))}")
+        if step in (self.options.profile, self.options.trace_pipeline):
+            barrier(self.mesh.world)  # nobody's next step waits for who writes
         return notices
 
-    def values(self) -> dict[str, Any]:
-        """Return what metrics.jsonl says of the step that was recorded last, nothing if none was."""
+    def values(self, seconds: float | None = None) -> dict[str, Any]:
+        """Return what metrics.jsonl says of the step that was recorded last, nothing if none was.
+
+        seconds: what it took by the clock that tells of its time, with what this rank did before and after the record.
+        """
         memory, self._memory = self._memory, {}
         if self._recorder is None:
             return {}
-        shares = shares_of(self._recorder.spans())
+        shares = shares_of(self._recorder.spans(), seconds)
         spec = self.train_step.runner.spec
         traffic = self._recorder.traffic(torch.Size(spec.shape).numel() * spec.dtype.itemsize)
         self._recorder = None

@@ -3,7 +3,7 @@
     recorder = StepRecorder(mesh)                 by all ranks, before the step's data is read
     with recorder.phase("data"): ...
     train_step(batches, lr, recorder)
-    recorder.end()
+    recorder.end(together=True)                   waits for the others, as who is early does sooner or later
     shares = recorder.shares()                    by all ranks of a pipeline
 
 A communication counts where it is waited for, not where it is under way: what is hidden behind computing costs nothing. On a
@@ -139,15 +139,21 @@ class StepRecorder(Recorder):
         yield
         self._phases.append((name, start, self.now()))
 
-    def end(self) -> None:
-        """Say that the step is over."""
+    def end(self, together: bool = False) -> None:
+        """Say that the step is over, and wait until it is on the device too.
+
+        together: on all ranks of the mesh. Who is early waits for the others at the latest when shares are told, and that is no
+        longer in the record.
+        """
+        if together:
+            barrier(self.mesh.world)
         self._end = self.now()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.mesh.journal.record = None
 
     def spans(self) -> Spans:
-        """Return what was recorded; called by all ranks of the pipeline, when the step is over on the device too."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Return what was recorded; called by all ranks of the pipeline."""
         at = self._common
         sends = {str(what): at(start) for kind, what, start, _, _ in self._readings if kind == SEND}
         sent: dict[str, float] = {}
@@ -200,14 +206,16 @@ class StepRecorder(Recorder):
         messages = sum(kind == SEND for kind, *_ in self._readings)
         result = {"tp": (0, 0), "pp": (messages, messages * message_bytes), "dp": (0, 0)}
         for call in self.calls:
+            if call.what == "barrier":
+                continue  # the record's own
             axis = _SHARE_OF_GROUP.get(call.group, "dp")
             number, sent = result[axis]
             result[axis] = number + (not call.began_before), sent + call.sent_bytes
         return result
 
 
-def shares_of(spans: Spans) -> dict[str, float]:
-    """Return the seconds of each of SHARES; together they are the step.
+def shares_of(spans: Spans, seconds: float | None = None) -> dict[str, float]:
+    """Return the seconds of each of SHARES; together they are the step, or the `seconds` that it took with what lies around it.
 
     Communication that is waited for inside an action or a phase is not the action's or the phase's. Of a pair of a forward and a
     backward, a third counts as forward.
@@ -229,7 +237,8 @@ def shares_of(spans: Spans) -> dict[str, float]:
         sent = min(max(sent, start), end)
         shares["bubble"] += sent - start
         shares["pp"] += end - sent
-    shares["other"] += spans.end - spans.start - sum(shares.values())
+    seconds = spans.end - spans.start if seconds is None else seconds
+    shares["other"] += seconds - sum(shares.values())
     return shares
 
 

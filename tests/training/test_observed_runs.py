@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from parallax.data_parallel.optimizer import ShardedOptimizer
 from parallax.mesh import Layout, Mesh
+from parallax.training.record import WAITING
 from tests.distributed.harness import run_layout
 from tests.training.runs import contents, metrics, run, saved, scale_loss_at, write_text
 
@@ -51,6 +55,48 @@ def test_going_back_after_a_bad_step_waits_for_weights_under_way(folder: Path) -
     assert run_layout(Layout(dp=2), _over_sockets, commands, str(folder), 3) == [[[], []]] * 2
     last = Path("checkpoints", saved(folder / "plain")[-1])
     assert contents(folder / "overlap" / last) == contents(folder / "plain" / last)
+
+
+def _with_a_slow_update(mesh: Mesh, commands: list[str], folder: str, shared_memory: bool) -> list[list[str]]:
+    mesh = Mesh(mesh.layout, mesh.rank, mesh.device, connected=True, shared_memory=shared_memory)
+    plain = ShardedOptimizer.step
+
+    def step(self: ShardedOptimizer, *arguments: Any) -> None:
+        time.sleep(SECONDS if mesh.rank == mesh.layout.world_size - 1 else 0.0)
+        plain(self, *arguments)
+
+    ShardedOptimizer.step = step  # type: ignore[method-assign]
+    return run(mesh, commands, folder)
+
+
+SECONDS = 0.4
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared_memory", "words"),
+    [
+        (Layout(dp=2), False, "--overlap-param-gather on"),
+        (Layout(dp=2), False, "--overlap-param-gather off"),
+        (Layout(tp=2, pp=2), True, "--tp 2 --pp 2 --micro-batch 2 --profile 3"),
+    ],
+    ids=["overlap", "no overlap", "profiled"],
+)
+def test_the_shares_of_each_rank_add_up_to_the_time_of_a_step(
+    layout: Layout, shared_memory: bool, words: str, folder: Path
+) -> None:
+    command = f"{words} --steps 5 --warmup-steps 1 --eval-every 2 --eval-steps 1 --save-every 4 --out {folder}/x"
+    world_size = layout.world_size
+    assert run_layout(layout, _with_a_slow_update, [command], str(folder), shared_memory) == [[[]]] * world_size
+    for row in metrics(folder / "x")[1:]:
+        shares = {name: share["ranks"] for name, share in row["phases"].items()}
+        for rank in range(world_size):
+            assert sum(of[rank] for of in shares.values()) == pytest.approx(row["step_seconds"], rel=0.05), (row, rank)
+            assert shares["other"][rank] < 0.5 * SECONDS, (row, rank)
+        # The others wait for the slow one, and say so.
+        assert row["straggler"] == world_size - 1
+        assert row["straggler_seconds"] > 0.6 * SECONDS
+        for rank in range(world_size - 1):
+            assert sum(shares[name][rank] for name in WAITING) > 0.6 * SECONDS
 
 
 def test_a_step_that_is_never_done_cannot_be_profiled(folder: Path) -> None:
