@@ -2,8 +2,9 @@
 
     if has_kernel("rms_norm", input): ...
 
-`--kernels off` (the environment variable PARALLAX_KERNELS=off, for programs of one's own) turns all of them off: the layers
-then compute with PyTorch's operators on a GPU too, and FP8 products with another backend than `triton`. No triton is imported here.
+PARALLAX_KERNELS=off in the environment turns all of them off: the layers then compute with PyTorch's operators on a GPU too, and
+FP8 products with another backend than `triton`. It is for programs of one's own: a run of the command line sets it to what its
+`--kernels` says. No triton is imported here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {
 
 
 def kernels_are_on() -> bool:
-    return os.environ.get("PARALLAX_KERNELS", "on") != "off"
+    """Return what PARALLAX_KERNELS says, on where it is not set; raises ValueError for another value than on and off."""
+    said = os.environ.get("PARALLAX_KERNELS", "on")
+    if said not in ("on", "off"):
+        raise ValueError(
+            f"PARALLAX_KERNELS={said} is neither on nor off; set it to one of them, or leave it out, which is on"
+        )
+    return said == "on"
 
 
 def has_kernel(operator: str, input: torch.Tensor) -> bool:

@@ -71,6 +71,7 @@ def run(config: Config, prepare: Callable[[Config], Data], train: Callable[[Conf
 
             print_plan(config)
             return
+        _check_backend(config)
         data = prepare(config)
         with connect(config.layout, config.run.timeout) as mesh:
             train(config, data, mesh)
@@ -82,6 +83,17 @@ def run(config: Config, prepare: Callable[[Config], Data], train: Callable[[Conf
         if os.environ.get("RANK", "0") == "0":
             print("stopped; the same command goes on from the newest checkpoint, if there is one", file=sys.stderr)
         os._exit(EXIT_INTERRUPTED)  # at once: other ranks may be waiting in a collective
+
+
+def _check_backend(config: RunConfig) -> None:
+    """Raise ConfigError if FP8 cannot run here as it is asked for; the data, which may take hours, is not needed to see that."""
+    if config.training.precision != "fp8":
+        return
+    # Here, for they import torch; without FP8 that can wait until the data is there.
+    from parallax.models.config import linear_layers
+    from parallax.precision.backends.choose import choose_backend, this_device
+
+    choose_backend(config.fp8, this_device(), linear_layers(config.model_config), config.layout.tp)
 
 
 def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -> None:

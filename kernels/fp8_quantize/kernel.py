@@ -161,19 +161,20 @@ def _launch(
 
 
 def quantize(
-    x: torch.Tensor, tile: tuple[int, int] = (1, 128), fp8_format: str = "e4m3", power_of_two: bool = False
+    x: torch.Tensor, tile: tuple[int, int] | list[int] = (1, 128), fp8_format: str = "e4m3", power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, scale_inv): `[rows, columns]` in FP8, and the fp32 factor of each tile that brings it back.
 
     x: fp32, bf16 or fp16, contiguous. tile: (1, 128), (128, 1) or (128, 128); scale_inv has an element for each. With
     (128, 1) both are transposed views. Raises ValueError for other arguments.
     """
-    if tile == (TILE, 1):
+    kind = tuple(tile) if isinstance(tile, list) else tile
+    if kind == (TILE, 1):
         _, _, q, scale_inv = _launch(x, None, fp8_format, power_of_two, along_rows=True)
         return q.t(), scale_inv.t()
-    if tile not in ((1, TILE), (TILE, TILE)):
-        raise ValueError(f"tiles of {tile} are not known; use (1, 128), (128, 1) or (128, 128)")
-    square = tile == (TILE, TILE)
+    if kind not in ((1, TILE), (TILE, TILE)):
+        raise ValueError(f"tiles of {kind} are not known; use (1, 128), (128, 1) or (128, 128)")
+    square = kind == (TILE, TILE)
     return _launch(x, None, fp8_format, power_of_two, along_columns=not square, square=square)[:2]
 
 

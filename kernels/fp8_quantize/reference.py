@@ -16,6 +16,10 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, scale_inv) of `[rows, columns]`; tile: (1, 128), (128, 1) or (128, 128)."""
     (rows, columns), largest = x.shape, torch.finfo(DTYPES[fp8_format]).max
+    tile = (
+        min(tile[0], max(1, rows)),
+        min(tile[1], max(1, columns)),
+    )  # zeros beside a small matrix cost memory, and change nothing
     wide = F.pad(x.float(), (0, -columns % tile[1], 0, -rows % tile[0]))
     blocks = wide.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
     amax = blocks.abs().amax((1, 3))

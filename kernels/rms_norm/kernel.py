@@ -132,6 +132,8 @@ def rms_norm_forward(input: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     check("weight", weight, FLOATING, shape=(columns,), device=input.device)
     output = torch.empty_like(input, dtype=torch.promote_types(input.dtype, weight.dtype))
     inverse = torch.empty(input.shape[:-1], dtype=torch.float32, device=input.device)
+    if not columns:
+        return output, inverse.fill_(torch.nan)  # the mean of nothing
     rows, plan = inverse.numel(), tiling(columns, input.element_size())
     with on_device_of(input, _rms_norm_forward):
         _rms_norm_forward[(triton.cdiv(rows, plan.rows), plan.blocks)](
@@ -164,6 +166,8 @@ def rms_norm_backward(
     check("gradient", gradient, FLOATING, shape=input.shape, device=input.device)
     check("weight", weight, FLOATING, shape=(columns,), device=input.device)
     check("inverse", inverse, (torch.float32,), shape=input.shape[:-1], device=input.device)
+    if not columns:
+        return torch.empty_like(input), torch.empty_like(weight)
     rows, plan = inverse.numel(), tiling(columns, input.element_size())
     row_tiles = max(1, triton.cdiv(rows, plan.rows))
     # 16 resident warps a multiprocessor have enough loads in flight to fill the memory bus.

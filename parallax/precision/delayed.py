@@ -31,7 +31,7 @@ class DelayedScaling:
     the scale of the greatest amax would have no reciprocal in fp32.
     fp8_format: "e4m3" or "e5m2". algorithm: "max" of the history, or its "most_recent" amax.
     shape: of `scale`; () for one tensor. Before the first update every scale is 1.
-    Raises ValueError for arguments that are none of these.
+    Raises ValueError for arguments that are none of these, TypeError for a shape that is no tuple.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class DelayedScaling:
             raise ValueError(f"margin={margin} must be between 0 and {LARGEST_MARGIN}, and a whole number")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"the algorithm {algorithm!r} is unknown; use {' or '.join(map(repr, ALGORITHMS))}")
+        _check_shape(shape)
         self.margin, self.fp8_format, self.algorithm = margin, fp8_format, algorithm
         self.amax_history = torch.zeros((amax_history_len, *shape), dtype=torch.float32, device=device)
         self.scale = torch.ones(shape, dtype=torch.float32, device=device)
@@ -63,12 +64,19 @@ class DelayedScaling:
     def update(self, amax: torch.Tensor | float) -> None:
         """Take in the amaxes of the step that is over, and make the scales of the next one.
 
-        amax: in the shape of `scale`, or one number for all. Raises ValueError for another shape.
+        amax: in the shape of `scale`, or one number for all. Raises ValueError for another shape, or one below 0.
         Warns when one is inf or NaN: it keeps its scale from changing until it has left the history.
         """
-        now = torch.as_tensor(amax, dtype=torch.float32, device=self.scale.device)
+        try:
+            now = torch.as_tensor(amax, dtype=torch.float32, device=self.scale.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"amax is {amax!r}, which makes no tensor ({error}); pass numbers of at least 0") from error
         if now.shape not in ((), self.scale.shape):
             raise ValueError(f"amax has the shape {list(now.shape)}, and the scales have {list(self.scale.shape)}")
+        if (now < 0).any():
+            raise ValueError(
+                f"an amax of {now.min().item():g} is below 0; pass the greatest magnitude, as x.abs().amax()"
+            )
         now = now.expand(self.scale.shape)
         self.advance(now)
         if infinite := int((~now.isfinite()).sum()):
@@ -110,10 +118,27 @@ class DelayedScaling:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; raises ValueError if it is of other shapes."""
+        """Go on from a copy of what `state_dict` gave. Raises ValueError, and stays as it is, for other shapes or no state."""
+        missing = [name for name in ("scale", "amax_history", "num_updates") if name not in state]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing in the state; pass what state_dict() returned")
+        taken = {}
         for name in ("scale", "amax_history"):
             stored, own = state[name], getattr(self, name)
+            if not isinstance(stored, torch.Tensor):
+                raise ValueError(f"{name} was saved as {type(stored).__name__}, and is a tensor here")
             if stored.shape != own.shape:
                 raise ValueError(f"{name} was saved with the shape {list(stored.shape)}, and is {list(own.shape)} here")
-            setattr(self, name, stored.to(own))
-        self.num_updates.fill_(int(state["num_updates"]))
+            taken[name] = stored.detach().to(own, copy=True)
+        count = state["num_updates"]
+        if isinstance(count, float | str) or int(count) < 0:
+            raise ValueError(f"num_updates was saved as {count!r}, and is a whole number of at least 0")
+        self.scale, self.amax_history = taken["scale"], taken["amax_history"]
+        self.num_updates.fill_(int(count))
+
+
+def _check_shape(shape: object) -> None:
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"shape={shape!r} must be a tuple of sizes, as in (3,) for three tensors")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"shape={shape!r} must hold whole numbers of at least 0, as in (3,) for three tensors")

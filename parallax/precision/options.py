@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from parallax.flags import named
-from parallax.precision.recipe import Recipe, unmatched
+from parallax.precision.recipe import LARGEST_MARGIN, Recipe, is_kept, unmatched
 
 MULTIPLE = 16  # elements: tensor cores take FP8 in lines of 16 bytes
-LARGEST_MARGIN = 8  # more, and the delayed scale of fp32's greatest number would have no reciprocal
 ROW_PARALLEL = ("o_proj", "down_proj")  # whose inputs tensor parallelism cuts, and not their outputs
 
 Layers = Mapping[str, tuple[int, int]]  # {name: (outputs, inputs)}
@@ -91,8 +90,8 @@ class Fp8Options:
         seq_len: tokens of a sample, which the products of weight gradients sum over.
         """
         problems = [
-            f"--fp8-keep {pattern} names no layer; layers are called {', '.join(list(layers)[:2])} and so on, "
-            "and a pattern may be a part of a name, as in: layers.0 down_proj"
+            f"--fp8-keep {pattern if pattern.strip() else repr(pattern)} names no layer; layers are called "
+            f"{', '.join(list(layers)[:2])} and so on, and a pattern may be a part of a name, as in: layers.0 down_proj"
             for pattern in unmatched(self.fp8_keep, list(layers))
         ]
         fp8 = self._in_fp8(layers)
@@ -143,8 +142,7 @@ class Fp8Options:
         ]
 
     def _in_fp8(self, layers: Layers) -> dict[str, tuple[int, int]]:
-        recipe = self.recipe
-        return {name: sizes for name, sizes in layers.items() if not recipe.keeps(name)}
+        return {name: sizes for name, sizes in layers.items() if not is_kept(name, self.fp8_keep)}
 
 
 def _recipe(options: Fp8Options) -> Recipe:

@@ -21,7 +21,11 @@ from fnmatch import fnmatchcase
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 ALWAYS_KEPT = ("lm_head",)
+LARGEST_MARGIN = 8  # more, and the delayed scale of fp32's greatest number would have no reciprocal
 KEPT = dict.fromkeys(PRODUCTS, "bf16")
+
+_NUMBER = re.compile(r"\.(\d+)\.", re.ASCII)  # of a layer, in its name
+_RANGES = re.compile(r"(?<![^.])\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?![^.])", re.ASCII)  # a whole part of a pattern: 0,2-5
 
 Table = dict[str, dict[str, str]]  # {layer: {product: how it runs}}
 
@@ -34,6 +38,7 @@ class Recipe:
     fp8_format: "e4m3" everywhere, or "hybrid": E5M2, of more range and less precision, for gradients of outputs.
     power_of_two_scales: of tiles; loses up to a bit of range, and multiplying by such a scale rounds nothing.
     amax_history_len, margin: see `parallax.precision.DelayedScaling`. keep: patterns of layers that stay in bf16.
+    Raises ValueError for what is none of these, and for what means nothing with the scaling.
     """
 
     scaling: str = "tile"
@@ -42,6 +47,24 @@ class Recipe:
     amax_history_len: int = 16
     margin: int = 0
     keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, known in (("scaling", ("tile", "delayed")), ("fp8_format", ("e4m3", "hybrid"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use {known[0]!r} or {known[1]!r}")
+        if type(self.power_of_two_scales) is not bool:
+            raise ValueError(f"power_of_two_scales={self.power_of_two_scales!r} must be True or False")
+        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len={self.amax_history_len!r} must be at least 1, and a whole number")
+        if type(self.margin) is not int or not 0 <= self.margin <= LARGEST_MARGIN:
+            raise ValueError(f"margin={self.margin!r} must be between 0 and {LARGEST_MARGIN}, and a whole number")
+        if self.power_of_two_scales and self.scaling == "delayed":
+            raise ValueError("power_of_two_scales=True goes with scaling='tile'; a delayed scale is any number")
+        if isinstance(self.keep, str) or not all(isinstance(pattern, str) and pattern for pattern in self.keep):
+            raise ValueError(
+                f"keep={self.keep!r} must be a tuple of patterns that are not empty, as in ('layers.0', 'down_proj')"
+            )
+        object.__setattr__(self, "keep", tuple(self.keep))
 
     @property
     def gradient_format(self) -> str:
@@ -61,18 +84,35 @@ class Recipe:
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer of this name stays in bf16."""
-        return any(matches(pattern, layer) for pattern in (*ALWAYS_KEPT, *self.keep))
+        return is_kept(layer, self.keep)
 
     def table(self, layers: Iterable[str]) -> Table:
         """Return how the products of each layer run."""
         return {layer: dict(KEPT) if self.keeps(layer) else self.products() for layer in layers}
 
 
+def is_kept(layer: str, keep: Iterable[str]) -> bool:
+    """Whether a layer stays in bf16: always, or for a pattern of `keep`."""
+    return any(matches(pattern, layer) for pattern in (*ALWAYS_KEPT, *keep))
+
+
 def matches(pattern: str, layer: str) -> bool:
-    """Whether a pattern (* and ? as in file names) names the layer, or something that it is a part of: layers.0, o_proj."""
+    """Whether a pattern (* and ? as in file names) names the layer, or something that it is a part of: layers.0, o_proj.
+
+    Numbers may be ranges, as the table has them: layers.0,2-5.mlp.
+    """
+    number = _NUMBER.search(layer)
+    if number is not None:
+        index = int(number.group(1))
+        pattern = _RANGES.sub(lambda found: str(index) if _contains(found.group(), index) else found.group(), pattern)
     parts = layer.split(".")
     spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
     return any(fnmatchcase(span, pattern) for span in spans)
+
+
+def _contains(ranges: str, index: int) -> bool:
+    ends = (part.partition("-") for part in ranges.split(","))
+    return any(int(first) <= index <= int(last or first) for first, _, last in ends)
 
 
 def unmatched(keep: Sequence[str], layers: Sequence[str]) -> list[str]:
@@ -89,7 +129,7 @@ def in_words(table: Table) -> list[str]:
             if len(set(products.values())) == 1
             else ", ".join(f"{product} {products[product]}" for product in PRODUCTS)
         )
-        number = re.search(r"\.(\d+)\.", layer)
+        number = _NUMBER.search(layer)
         name = layer if number is None else f"{layer[: number.start()]}.N.{layer[number.end() :]}"
         alike.setdefault((name, how), []).append(-1 if number is None else int(number.group(1)))
     width = max((len(_numbered(name, numbers)) for (name, _), numbers in alike.items()), default=0)

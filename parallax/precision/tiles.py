@@ -31,9 +31,11 @@ def quantize_tiles(
 
     x: `[..., rows, columns]`, of a floating type; more than fp32 is rounded to fp32 first. tile: (rows, columns) of a tile.
     fp8_format: "e4m3" or "e5m2". q has the shape of x, scale_inv `[..., ceil(rows / tile rows), ceil(columns / tile columns)]`.
-    Raises ValueError for an unknown format, a tile that is not two positive ints, or an x that is no matrix or of another type.
+    Raises ValueError for an unknown format, a tile that is not two positive ints, or an x that is no matrix or of another type,
+    TypeError for an x that is no tensor.
     """
     check_format(fp8_format)
+    _check_tensor("x", x)
     _check_matrix(x, tile)
     if not x.dtype.is_floating_point:
         raise ValueError(f"x is {x.dtype}, and only floating types are quantised; pass x.float()")
@@ -43,22 +45,32 @@ def quantize_tiles(
 
 
 def dequantize_tiles(q: torch.Tensor, scale_inv: torch.Tensor, tile: Tile = (1, TILE_SIZE)) -> torch.Tensor:
-    """Return q * scale_inv, fp32 in the shape of q; `tile` as it was quantised.
+    """Return q * scale_inv, fp32 in the shape of q; `tile` as it was quantised. Scales of another type are rounded to fp32.
 
-    Raises ValueError for a tile that is not two positive ints, a q that is no matrix, or scales that are not one for each tile.
+    Raises ValueError for a tile that is not two positive ints, a q that is no matrix, or scales that are not one for each tile,
+    TypeError for what is no tensor.
     """
+    _check_tensor("q", q)
+    _check_tensor("scale_inv", scale_inv)
     _check_matrix(q, tile)
     expected = [*q.shape[:-2], *(-(-size // part) for size, part in zip(q.shape[-2:], tile, strict=True))]
     if list(scale_inv.shape) != expected:
         raise ValueError(
             f"scale_inv has the shape {list(scale_inv.shape)}; a q of the shape {list(q.shape)} in tiles of {tile} has {expected}"
         )
-    return scaled_by_tile(q.float(), scale_inv, tile)
+    return scaled_by_tile(q.float(), scale_inv.float(), tile)
 
 
 def check_format(fp8_format: str) -> None:
     if fp8_format not in DTYPES:
         raise ValueError(f"the FP8 format {fp8_format!r} is unknown; use {' or '.join(map(repr, DTYPES))}")
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{name} is of the type {type(x).__name__}, and only tensors are taken; pass torch.as_tensor({name})"
+        )
 
 
 def _check_matrix(x: torch.Tensor, tile: Tile) -> None:
@@ -72,6 +84,7 @@ def _check_matrix(x: torch.Tensor, tile: Tile) -> None:
 
 def tile_amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """Return the greatest magnitude of each tile of fp32 `[..., rows, columns]`; NaN where there is one."""
+    tile = _within(x, tile)
     blocks = _padded(x, tile).unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0]))
     if not x.numel():
         return x.new_zeros((*blocks.shape[:-4], blocks.shape[-4], blocks.shape[-2]))
@@ -98,11 +111,17 @@ def cast_to_fp8(scaled: torch.Tensor, fp8_format: str) -> torch.Tensor:
 def scaled_by_tile(x: torch.Tensor, factor: torch.Tensor, tile: Tile) -> torch.Tensor:
     """Return fp32 `[..., rows, columns]` times the factor of each element's tile."""
     rows, columns = x.shape[-2:]
+    tile = _within(x, tile)
     if tile[0] > 1:
         factor = factor.repeat_interleave(tile[0], -2)[..., :rows, :]
     if columns % tile[1]:
         return x * factor.repeat_interleave(tile[1], -1)[..., :columns]
     return (x.unflatten(-1, (-1, tile[1])) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def _within(x: torch.Tensor, tile: Tile) -> Tile:
+    """Return the part of a tile that a matrix can fill: padded to whole tiles, it is as large as the matrix and not as the tile."""
+    return min(tile[0], max(1, x.shape[-2])), min(tile[1], max(1, x.shape[-1]))
 
 
 def _padded(x: torch.Tensor, tile: Tile) -> torch.Tensor:

@@ -15,7 +15,7 @@ from parallax.models.config import DecoderConfig, linear_layers
 from parallax.models.stages import EMBEDDING, shape_stages
 from parallax.pipeline.actions import Schedule
 from parallax.pipeline.transport import ActivationSpec
-from parallax.precision.backends.choose import choose_backend, this_device
+from parallax.precision.backends.choose import agree_on_backend, choose_backend, this_device
 from parallax.precision.options import Fp8Options
 from parallax.precision.recipe import Table, in_words
 from parallax.tensor_parallel.facts import named_parameters_with_facts
@@ -45,12 +45,10 @@ def build_train_step(
 
     layers: of each pipeline stage, as `stage_ranges` gives them. schedule: of the micro-batches of a step.
     spike_factor: of the running mean of the losses, above which a step's loss makes it a bad one.
-    fp8: with --precision fp8; raises ConfigError when its backend cannot run here, or the shares over tp are no GPU's.
+    fp8: with --precision fp8; raises ConfigError on all ranks when its backend cannot run on one, or no GPU takes shares over tp.
     """
     fp8 = fp8 or Fp8Options()
-    choice = (
-        None if training.precision != "fp8" else choose_backend(fp8, mesh.device, linear_layers(model), mesh.layout.tp)
-    )
+    choice = None if training.precision != "fp8" else agree_on_backend(fp8, mesh, linear_layers(model), mesh.layout.tp)
     sequence_parallel = sequence_parallel and mesh.tp is not None
     stages = shape_stages(
         model,

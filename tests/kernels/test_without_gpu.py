@@ -52,3 +52,14 @@ def test_one_flag_turns_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             patch.setenv("PARALLAX_KERNELS", "off")
             assert not has_kernel(operator, on_gpu(here))
+
+
+@pytest.mark.parametrize("value", ["0", "Off", "", "no"])
+def test_another_value_of_the_environment_variable_than_on_and_off_is_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from parallax.kernels.table import kernels_are_on
+
+    monkeypatch.setenv("PARALLAX_KERNELS", value)
+    with pytest.raises(ValueError, match=f"PARALLAX_KERNELS={value} is neither on nor off"):
+        kernels_are_on()

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from parallax.errors import ConfigError
-from parallax.precision.backends import te, torch_scaled, triton
+from parallax.mesh import Layout, Mesh
+from parallax.precision.backends import choose, te, torch_scaled, triton
 from parallax.precision.backends.choose import choose_backend
 from parallax.precision.backends.reference import ReferenceBackend
 from parallax.precision.backends.torch_scaled import TorchBackend
@@ -22,6 +23,7 @@ from parallax.precision.operands import Operand, check_pair
 from parallax.precision.options import Fp8Options
 from parallax.precision.products import Products
 from parallax.precision.recipe import Recipe
+from tests.distributed.harness import run_layout
 from tests.kernels.interpreted.pretend import on_gpu, spy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -183,6 +185,66 @@ def test_a_folder_of_that_name_is_no_transformer_engine(tmp_path: Path, monkeypa
     (tmp_path / "transformer_engine").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "which is not installed" in str(te.why_not(Recipe(), GPU))
+
+
+def _agreed(mesh: Mesh, trouble: str) -> str:
+    """Return the backend that ranks agree on, or what they say where rank 1 has a machine of its own."""
+    if mesh.rank == 1 and trouble == "none here":
+        te_only = [choose.Candidate("te", lambda recipe, device: "needs what rank 1 lacks", ReferenceBackend)]
+        choose.candidates = lambda: te_only  # type: ignore[assignment]
+    elif mesh.rank == 1 and trouble == "another":
+        choose.candidates = lambda: [choose.Candidate("torch", lambda recipe, device: None, TorchBackend)]
+    try:
+        return choose.agree_on_backend(Fp8Options(), mesh).backend.name
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("", "reference"),
+        (
+            "none here",
+            "--fp8-backend te: needs what rank 1 lacks; use --fp8-backend auto, which takes the best that runs here",
+        ),
+        (
+            "another",
+            "--fp8-backend auto is torch on rank 1 and reference on rank 0; use the same software on GPUs of one kind",
+        ),
+    ],
+)
+def test_ranks_compute_with_one_backend_or_all_say_why_not(trouble: str, said: str) -> None:
+    results = run_layout(Layout(dp=2), _agreed, trouble)
+    assert results[0] == results[1] and results[0].startswith(said)
+
+
+EARLY = """
+import sys
+from parallax import job
+from parallax.resolve import parse_pretrain
+def prepare(config):
+    print("prepared;", "torch" in sys.modules)
+    raise SystemExit(0)
+job.run(parse_pretrain(sys.argv[1:]), prepare, None)
+"""
+
+
+def _start(words: str, folder: Path) -> tuple[int, str, str]:
+    words = f"--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 32 --seq-len 16 --steps 1 --out {folder} {words}"
+    command = [sys.executable, "-c", EARLY, *words.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return run.returncode, run.stdout, run.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_backend_that_cannot_run_is_refused_before_the_data_is_prepared(tmp_path: Path) -> None:
+    status, said, problems = _start("--precision fp8 --fp8-backend te", tmp_path / "out")
+    assert (status, said) == (2, "")
+    assert "--fp8-backend te: needs an NVIDIA GPU, and this run is on cpu; use --fp8-backend auto" in problems
+    assert len(problems.splitlines()) == 1
+    assert _start("--precision fp8", tmp_path / "out")[:2] == (0, "prepared; True\n")
+    assert _start("--precision bf16", tmp_path / "out")[:2] == (0, "prepared; False\n")  # torch can wait
 
 
 def products(backend: Any, tokens: int, outputs: int, inputs: int, length: int, recipe: Recipe) -> list[torch.Tensor]:

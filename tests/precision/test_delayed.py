@@ -122,3 +122,43 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             DelayedScaling(shape=shape).update(amax)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'mean' is unknown; use 'max' or 'most_recent'"):
         DelayedScaling(algorithm="mean")
+    for negative in (-1.0, [1.0, -0.5]):
+        with pytest.raises(ValueError, match=r"an amax of -[\d.]+ is below 0; pass the greatest magnitude"):
+            DelayedScaling(shape=(2,)).update(negative)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"amax is 'one', which makes no tensor"):
+        DelayedScaling().update("one")  # type: ignore[arg-type]
+    for shape in (3, None, "3"):
+        with pytest.raises(TypeError, match=rf"shape={shape!r} must be a tuple of sizes, as in \(3,\)"):
+            DelayedScaling(shape=shape)  # type: ignore[arg-type]
+    for sizes in ((-1,), (2.0,), (True,)):
+        with pytest.raises(ValueError, match="must hold whole numbers of at least 0"):
+            DelayedScaling(shape=sizes)  # type: ignore[arg-type]
+
+
+def test_a_state_that_does_not_fit_leaves_everything_as_it_was() -> None:
+    scaling, other = DelayedScaling(3, shape=(2,)), DelayedScaling(3, shape=(2,))
+    scaling.update(torch.tensor([1.0, 2.0]))
+    other.update(torch.tensor([3.0, 4.0]))
+    before, state = scaling.state_dict(), other.state_dict()
+    for wrong, said in (
+        ({"amax_history": torch.zeros(4, 2)}, r"amax_history was saved with the shape \[4, 2\]"),
+        ({"amax_history": [1.0]}, "amax_history was saved as list, and is a tensor here"),
+        ({"num_updates": -1}, "num_updates was saved as -1"),
+        ({"num_updates": "x"}, "num_updates was saved as 'x'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            scaling.load_state_dict(state | wrong)
+    with pytest.raises(ValueError, match="num_updates is missing in the state"):
+        scaling.load_state_dict({name: state[name] for name in ("scale", "amax_history")})
+    after = scaling.state_dict()
+    assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in before)
+
+
+def test_a_state_that_is_loaded_is_copied() -> None:
+    scaling = DelayedScaling(2)
+    scaling.update(1.0)
+    state = scaling.state_dict()
+    scaling.load_state_dict(state)
+    state["scale"].zero_()
+    state["amax_history"].fill_(7.0)
+    assert scaling.scale.item() == 448 and scaling.amax_history.tolist() == [0.0, 1.0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -167,6 +170,54 @@ def test_leading_dims_are_matrices_of_their_own() -> None:
 def test_a_matrix_without_rows_has_no_tiles() -> None:
     q, scale_inv = quantize_tiles(torch.empty(0, 256))
     assert q.shape == (0, 256) and scale_inv.shape == (0, 2)
+
+
+@pytest.mark.parametrize("shape", [(4, 130), (1, 300), (300, 1), (0, 5), (5, 0), (2, 3, 130)], ids=str)
+def test_a_tile_larger_than_the_matrix_is_the_matrix(shape: tuple[int, ...]) -> None:
+    x = random(*shape)
+    for tile in ((1, 10**9), (10**9, 1), (10**9, 10**9), (128, 128)):
+        clamped = tuple(min(size, max(1, part)) for size, part in zip(tile, shape[-2:], strict=True))
+        (q, scale_inv), (expected, expected_scale) = quantize_tiles(x, tile), quantize_tiles(x, clamped)
+        assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scale_inv, expected_scale)
+        assert torch.equal(dequantize_tiles(q, scale_inv, tile), dequantize_tiles(q, scale_inv, clamped))
+
+
+def test_memory_follows_the_matrix_and_not_the_tile() -> None:
+    """In a process of its own: a mebibyte in tiles of 128x128 took 128 of them for the zeros alone, of 1 x 10^9 all there is."""
+    program = """
+import resource, torch
+from parallax.kernels.fp8_quantize import reference
+from parallax.precision import dequantize_tiles, quantize_tiles
+x = torch.randn(1, 2_000_000)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+quantize_tiles(x[:, :1000]), reference.quantize(x[:, :1000])
+before = peak()
+for tile in ((128, 128), (10**9, 1), (1, 10**9)):
+    dequantize_tiles(*quantize_tiles(x, tile), tile)
+reference.quantize(x, (128, 128)), reference.quantize(x, (128, 1))
+print(peak() - before)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 200  # MiB, of a matrix of 8
+
+
+def test_scales_of_another_type_give_fp32_all_the_same() -> None:
+    q, scale_inv = quantize_tiles(random(3, 200))
+    assert dequantize_tiles(q, scale_inv.double()).dtype == torch.float32
+    assert torch.equal(dequantize_tiles(q, scale_inv.double()), dequantize_tiles(q, scale_inv))
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    q, scale_inv = quantize_tiles(torch.ones(3, 200))
+    for other, kind in ((np.ones((2, 2), np.float32), "ndarray"), ([[1.0]], "list"), (3, "int"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=rf"x is of the type {kind}, .* pass torch.as_tensor\(x\)"):
+            quantize_tiles(other)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"q is of the type {kind}"):
+            dequantize_tiles(other, scale_inv)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"scale_inv is of the type {kind}"):
+            dequantize_tiles(q, other)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:

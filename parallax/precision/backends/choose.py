@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from parallax.collectives import gather_json
 from parallax.errors import ConfigError
+from parallax.mesh import Mesh
 from parallax.precision.backends import te, torch_scaled, triton
 from parallax.precision.backends.reference import ReferenceBackend
 from parallax.precision.options import Fp8Options, Layers
@@ -46,6 +48,30 @@ class Choice:
 
     backend: Backend
     reason: str
+
+
+def agree_on_backend(options: Fp8Options, mesh: Mesh, layers: Layers | None = None, tp: int = 1) -> Choice:
+    """Return `choose_backend` on this rank's device, where all ranks compute with the same one; called by all ranks.
+
+    Raises ConfigError on all ranks if it does on any, or if they would compute with different ones.
+    """
+    problems: list[str] = []
+    try:
+        choice = choose_backend(options, mesh.device, layers, tp)
+        name = choice.backend.name
+    except ConfigError as error:
+        problems, name = error.problems, ""
+    rows = gather_json([problems, name], mesh.world, mesh.device)
+    for found, _ in rows:
+        if found:
+            raise ConfigError(found)
+    for rank, (_, other) in enumerate(rows):
+        if other != rows[0][1]:
+            raise ConfigError(
+                f"--fp8-backend {options.fp8_backend} is {other} on rank {rank} and {rows[0][1]} on rank 0; use the same software "
+                "on GPUs of one kind, or a backend that runs everywhere: --fp8-backend reference"
+            )
+    return choice
 
 
 def this_device() -> torch.device:

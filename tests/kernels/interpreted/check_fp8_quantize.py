@@ -92,6 +92,14 @@ def test_the_precision_package_defines_the_same_bytes() -> None:
             assert_same(kernel.quantize(x, tile, "e4m3", power_of_two), expected)
 
 
+def test_a_tile_may_be_a_list() -> None:
+    x = random(130, 200)
+    for tile in ([1, 128], [128, 1], [128, 128]):
+        assert_same(kernel.quantize(x, tile), kernel.quantize(x, tuple(tile)))
+    with pytest.raises(ValueError, match=r"tiles of \(1, 64\) are not known"):
+        kernel.quantize(x, [1, 64])
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     x = random(4, 256)
     with pytest.raises(ValueError, match=r"x is not contiguous .*x.contiguous\(\)"):

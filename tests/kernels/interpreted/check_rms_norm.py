@@ -49,6 +49,18 @@ def test_a_row_longer_than_a_tile_is_shared_by_several_programs() -> None:
         assert_near(result, right)
 
 
+@dtypes
+def test_rows_of_no_elements_give_what_the_reference_gives(dtype: torch.dtype) -> None:
+    for rows in (0, 3):
+        input, weight = torch.empty(rows, 0, dtype=dtype), torch.empty(0)
+        result = kernel.rms_norm_forward(input, weight, EPS)
+        expected = reference.rms_norm_forward(input, weight, EPS)
+        gradients = kernel.rms_norm_backward(input, input, weight, result[1])
+        for one, right in zip((*result, *gradients), (*expected, input, weight), strict=True):
+            assert one.dtype == right.dtype and one.shape == right.shape
+        assert result[1].isnan().all()
+
+
 def test_every_program_adds_its_run_of_rows_to_the_weight_gradient() -> None:
     plan = kernel.tiling(1000, 4)
     rows = 8 * plan.rows * 3 + 1  # 8 programs in the interpreter, several tiles each, and a last tile with one row
