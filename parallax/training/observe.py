@@ -83,14 +83,17 @@ class Observer:
         """Write the files that were asked for of the step that is just over; return what there is to say about it."""
         notices, self._notices = self._notices, []
         if step == self.options.profile and self._recorder is not None:
-            path = write_profile(self._recorder.spans(), self.mesh, step, self.out)
-            notices.append(f"profiled       step {step}: {path}, for ui.perfetto.dev")
+            spans = self._recorder.spans()
+            with _told_if_not_written("profile", notices):
+                path = write_profile(spans, self.mesh, step, self.out)
+                notices.append(f"profiled       step {step}: {path}, for ui.perfetto.dev")
         if step == self.options.trace_pipeline and self._recorder is not None:
             schedule = self.train_step.runner.training.schedule
             trace = self._recorder.trace(f"{schedule.name} step {step}")  # the first of the pipelines is written
             if self.mesh.rank == 0:
-                paths = write_pipeline_trace(trace, self.out)
-                notices.append(f"traced         step {step}: {', '.join(map(str, paths))}")
+                with _told_if_not_written("trace-pipeline", notices):
+                    paths = write_pipeline_trace(trace, self.out)
+                    notices.append(f"traced         step {step}: {', '.join(map(str, paths))}")
         if step in (self.options.profile, self.options.trace_pipeline):
             barrier(self.mesh.world)  # nobody's next step waits for who writes
         return notices
@@ -115,6 +118,17 @@ class Observer:
             **({"memory": memory} if memory else {}),
             "sent": {axis: {"calls": calls, "bytes": sent} for axis, (calls, sent) in traffic.items()},
         }
+
+
+@contextmanager
+def _told_if_not_written(option: str, notices: list[str]) -> Iterator[None]:
+    """Make a notice of an error of the disk: no run ends for what it tells of itself."""
+    try:
+        yield
+    except OSError as error:
+        notices.append(
+            f"notice         what --{option} asks for cannot be written: {error.strerror} ({error.filename}); training goes on"
+        )
 
 
 def _told(column: torch.Tensor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from parallax.data_parallel.optimizer import ShardedOptimizer
 from parallax.mesh import Layout, Mesh
 from parallax.training.record import WAITING
 from tests.distributed.harness import run_layout
+from tests.training.processes import Job
 from tests.training.runs import contents, metrics, run, saved, scale_loss_at, write_text
 
 ALWAYS = "--save-every 2 --lr-decay-steps 4 --warmup-steps 1"
@@ -97,6 +98,16 @@ def test_the_shares_of_each_rank_add_up_to_the_time_of_a_step(
         assert row["straggler_seconds"] > 0.6 * SECONDS
         for rank in range(world_size - 1):
             assert sum(shares[name][rank] for name in WAITING) > 0.6 * SECONDS
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    for name in ("profile-step-2.json", "1f1b-step-2.json"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    words = f"{WHOLE} --profile 2 --trace-pipeline 2 --out {tmp_path}/run"
+    with Job(2, words, tmp_path) as job:
+        assert job.wait() == [0, 0]
+        for option in ("profile", "trace-pipeline"):
+            assert f"what --{option} asks for cannot be written: Is a directory" in job.output(0)
 
 
 def test_a_step_that_is_never_done_cannot_be_profiled(folder: Path) -> None:
