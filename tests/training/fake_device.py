@@ -77,12 +77,12 @@ def _on_host(function: Callable) -> Callable:
 def prepare() -> None:
     """Make the device and its other ranks; changes this process for good."""
     import parallax.collectives
-    import parallax.data_parallel.bucket
+    import parallax.data_parallel.checks
     import parallax.data_parallel.muon
     import parallax.training.step
 
     _setup_privateuseone_for_python_backend("late", _Late())
-    for module in (parallax.collectives, parallax.data_parallel.bucket, parallax.data_parallel.muon):
+    for module in (parallax.collectives, parallax.data_parallel.checks, parallax.data_parallel.muon):
         module.gather_json = lambda value, group, device=None: [value] * (1 if group is None else group.size)
     parallax.training.step.work_of = _on_host(parallax.training.step.work_of)
     PackedRows.from_batch = _on_host(PackedRows.from_batch)  # type: ignore[method-assign]
