@@ -7,6 +7,7 @@ over torch's `fake` backend, whose other ranks do not exist. The first step may 
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -76,14 +77,14 @@ def _on_host(function: Callable) -> Callable:
 
 def prepare() -> None:
     """Make the device and its other ranks; changes this process for good."""
-    import parallax.collectives
-    import parallax.data_parallel.checks
-    import parallax.data_parallel.muon
+    import parallax.precision.backends.choose
+    import parallax.training.build  # and with it all that asks other ranks for something
     import parallax.training.step
 
     _setup_privateuseone_for_python_backend("late", _Late())
-    for module in (parallax.collectives, parallax.data_parallel.checks, parallax.data_parallel.muon):
-        module.gather_json = lambda value, group, device=None: [value] * (1 if group is None else group.size)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("parallax.") and hasattr(module, "gather_json"):
+            vars(module)["gather_json"] = lambda value, group, device=None: [value] * (1 if group is None else group.size)
     parallax.training.step.work_of = _on_host(parallax.training.step.work_of)
     PackedRows.from_batch = _on_host(PackedRows.from_batch)  # type: ignore[method-assign]
 
