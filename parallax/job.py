@@ -157,7 +157,7 @@ def _train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh, 
     def open_metrics() -> Metrics:
         if mesh.rank == 0 and state.step < config.steps:  # a command that does nothing leaves the record as it is
             config.save()
-        return Metrics(config.out, mesh.rank, config.steps, state.step)
+        return Metrics(config.out, mesh.rank, config.steps, state.step, state.data_step * training.global_batch)
 
     with together(open_metrics, mesh, f"writing to --out {config.out}") as metrics:
         metrics.show(config.describe())

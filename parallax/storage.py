@@ -187,6 +187,16 @@ def location(given: str | Location) -> Location:
     return RemotePath(kind + separator + rest.rstrip("/"), path.rstrip("/"), system)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, or leave none; raises OSError that names it."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if path.is_file():
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def num_bytes(path: Location) -> int:
     """Return the size of a file; raises OSError."""
     return path.num_bytes() if isinstance(path, RemotePath) else path.stat().st_size

@@ -52,7 +52,7 @@ class AbsentParameter(nn.Parameter):
         what = vars(absent)["gradient_sink"].name
         raise RuntimeError(
             f"{what} was read ({name}) between its uses, when --zero 3 has divided it over the ranks; read it inside of the "
-            f"model's forward, or this rank's part by `GradientBuckets.weights({what!r})`, or train with --zero 2"
+            f"model's forward, or this rank's part by `GradientBuckets.weights({what!r})`, or train with ZeRO 2"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

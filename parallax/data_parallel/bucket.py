@@ -308,12 +308,16 @@ class GradientBuckets:
         for bucket in reversed(self.buckets):  # what forward uses first, first
             bucket.start_spread()
         if not self._overlaps_gather:
-            for bucket in self.buckets:
-                bucket.arrive()
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Return when updated parameters are here: with `overlap_gather` forward waits for them; who else uses them calls this."""
+        for bucket in self.buckets:
+            bucket.arrive()
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Set the main parameters to the model's, after these were loaded from elsewhere."""
+        """Set the main parameters to the model's, after these were loaded from elsewhere, which `arrive` comes before."""
         for bucket in self.buckets:
             bucket.adopt_parameters()
 

@@ -29,80 +29,115 @@ class Keeper(Protocol):
         """End one use."""
 
 
+class _Use:
+    """One use of a part in one backward: whether that has its parameters."""
+
+    is_held = False
+
+
 class ParameterScope:
     """The parameters of one part of a model.
 
     name: unique in the model. parameters: returns them; asked when they have their values, not before.
     used_in_backward: whether backward reads them, as that of a matrix product does and that of an embedding does not.
+    in_one_backward: whether uses lie in each other, and the backward of the whole part is run at once; then its use is over when
+        that is, also where no gradient passes by the input. A part that is cut into segments has several, and uses may overlap.
     """
 
     def __init__(
-        self, name: str, parameters: Callable[[], Iterable[nn.Parameter]], used_in_backward: bool = True
+        self,
+        name: str,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        used_in_backward: bool = True,
+        in_one_backward: bool = False,
     ) -> None:
-        self.name, self.parameters, self.used_in_backward = name, parameters, used_in_backward
+        self.name, self.parameters = name, parameters
+        self.used_in_backward, self.in_one_backward = used_in_backward, in_one_backward
         self.keeper: Keeper | None = None
-        self._end_is_seen = True  # whether backward will pass by the input of the part that is entered now
+        self._entered: list[_Use] = []  # and not left yet
 
     def entered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, the input of the part; its parameters may be used from here on."""
         if self.keeper is None:
             return tensor
         self.keeper.gather(self, backward=False)
-        if not self.used_in_backward or not torch.is_grad_enabled():
+        use = _Use() if self.in_one_backward else None
+        if use is not None:
+            self._entered.append(use)
+        if not self.used_in_backward or not torch.is_grad_enabled() or not tensor.is_floating_point():
             return tensor
-        self._end_is_seen = tensor.is_floating_point()
-        if not self._end_is_seen:
-            return tensor  # token ids, which have no gradient
         if not tensor.requires_grad:
             # Nothing before is trained. The end of the part's backward must be seen all the same.
             tensor = tensor.detach().requires_grad_()
-        return _Entered.apply(tensor, self)
+        return _Entered.apply(tensor, self, use)
 
     def left(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, the output of the part; its parameters may not be used any more."""
         if self.keeper is None:
             return tensor
+        use = self._entered.pop() if self.in_one_backward else None
         self.keeper.release(self)
         if not self.used_in_backward or not tensor.requires_grad:
             return tensor
-        return _Left.apply(tensor, self, self._end_is_seen)
+        return _Left.apply(tensor, self, use)
 
     def given_up(self) -> None:
-        """End the use of a part whose forward raised an error, or recomputation went no further than it had to."""
-        if self.keeper is not None:
+        """End the use, if there is one, of a part whose forward raised an error, or was recomputed only as far as needed."""
+        if self.keeper is not None and self._entered:
+            self._entered.pop()
             self.keeper.release(self)
+
+    def begin_backward(self, use: _Use | None) -> None:
+        assert self.keeper is not None
+        self.keeper.gather(self, backward=True)
+        if use is not None:
+            use.is_held = True
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(use))
+
+    def end_backward(self, use: _Use | None) -> None:
+        assert self.keeper is not None
+        if use is None or use.is_held:
+            self.keeper.release(self)
+        if use is not None:
+            use.is_held = False
 
 
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scope: ParameterScope) -> torch.Tensor:
-        ctx.scope = scope
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.scope.keeper.release(ctx.scope)
-        return gradient, None
-
-
-class _Left(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scope: ParameterScope, end_is_seen: bool) -> torch.Tensor:
-        ctx.scope, ctx.end_is_seen = scope, end_is_seen
+    def forward(ctx: Any, tensor: torch.Tensor, scope: ParameterScope, use: _Use | None) -> torch.Tensor:
+        ctx.scope, ctx.use = scope, use
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        scope = ctx.scope
-        scope.keeper.gather(scope, backward=True)
-        if not ctx.end_is_seen:  # then at the end of all of backward
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: scope.keeper.release(scope))
+        ctx.scope.end_backward(ctx.use)
+        return gradient, None, None
+
+
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scope: ParameterScope, use: _Use | None) -> torch.Tensor:
+        ctx.scope, ctx.use = scope, use
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.scope.begin_backward(ctx.use)
         return gradient, None, None
 
 
 def around(name: str, module: nn.Module, used_in_backward: bool = True) -> ParameterScope:
-    """Return a scope around the calls of a module that takes and returns one tensor; for models of the user's own."""
-    scope = ParameterScope(name, module.parameters, used_in_backward)
+    """Return a scope around the calls of a module that takes tensors and returns one; for models of the user's own."""
+    scope = ParameterScope(name, module.parameters, used_in_backward, in_one_backward=True)
+
+    def enter(_module: nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        for place, value in enumerate(inputs):
+            if isinstance(value, torch.Tensor):
+                return (*inputs[:place], scope.entered(value), *inputs[place + 1 :]), named
+        for key, value in named.items():
+            if isinstance(value, torch.Tensor):
+                return inputs, named | {key: scope.entered(value)}
+        raise TypeError(f"{name} was called without a tensor, by which its scope could see when it is used")
 
     def leave(_module: nn.Module, _inputs: Any, output: torch.Tensor | None) -> torch.Tensor | None:
         if output is None:  # an error is on its way; torch.utils.checkpoint ends a recomputation so
@@ -110,6 +145,6 @@ def around(name: str, module: nn.Module, used_in_backward: bool = True) -> Param
             return None
         return scope.left(output)
 
-    module.register_forward_pre_hook(lambda _, inputs: (scope.entered(inputs[0]), *inputs[1:]))
+    module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
     return scope

@@ -16,18 +16,18 @@ from typing import Any, BinaryIO
 
 
 class EventFile:
-    """Appends scalars. first_step: of a run that goes on: what earlier files have from this step on is not shown."""
+    """Appends scalars. first_step: what earlier files have from this step on is not shown any more."""
 
-    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+    def __init__(self, folder: Path, first_step: int = 1) -> None:
         # Half a second, which a rank that writes nothing does not spend.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
         self._make_writer = RecordWriter
-        self._folder, self._first_step = folder, first_step
+        self._folder = folder
         self._file: BinaryIO | None = None
-        self._open()
+        self.begin_again(first_step)
 
     def add(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
         """Write (name, value) of a step; raises OSError, and the next call begins another file."""
@@ -38,6 +38,11 @@ class EventFile:
         except OSError:
             self.close()
             raise
+
+    def begin_again(self, step: int) -> None:
+        """Let a step, and all after it, be shown as they are written from here on; raises OSError."""
+        self._open()
+        self._write(step=step, session_log=self._log(status=self._log.START))
 
     def close(self) -> None:
         """End the file; what could not be written was told before."""
@@ -57,9 +62,6 @@ class EventFile:
         # Without a buffer what is written is there, and an error is known.
         self._file = open(self._folder / f"{name}.{number}", "xb", buffering=0)
         self._write(file_version="brain.Event:2")
-        if self._first_step is not None:
-            self._write(step=self._first_step, session_log=self._log(status=self._log.START))
-            self._first_step = None
 
     def _write(self, **fields: Any) -> None:
         event = self._event(wall_time=time.time(), **fields)

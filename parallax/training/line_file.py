@@ -20,8 +20,8 @@ class LineFile:
         self._waiting: list[str] = []
         self._failed = False
 
-    def keep_up_to(self, step: int) -> None:
-        """Forget lines after `step`, by their field of that name; a line cut short by a crash goes with them.
+    def keep_up_to(self, value: int, field: str = "step") -> None:
+        """Forget lines that have more than `value` in a field; a line cut short by a crash goes with them.
 
         Raises OSError; ConfigError if there is something else in its place, as a pipe, whose end would never come.
         """
@@ -33,10 +33,10 @@ class LineFile:
             end = size = 0
             for line in file:
                 end += len(line)
-                if line.endswith(b"\n") and _is_up_to(line, step):
+                if line.endswith(b"\n") and _is_up_to(line, field, value):
                     size = end
             file.truncate(size)
-        self._waiting = [line for line in self._waiting if _is_up_to(line.encode(), step)]
+        self._waiting = [line for line in self._waiting if _is_up_to(line.encode(), field, value)]
 
     def append(self, values: dict[str, Any]) -> None:
         """Write a line, and those that are waiting."""
@@ -86,8 +86,8 @@ def _append(path: Path, content: bytes) -> None:
         os.close(file)
 
 
-def _is_up_to(line: bytes, step: int) -> bool:
+def _is_up_to(line: bytes, field: str, value: int) -> bool:
     try:
-        return bool(json.loads(line)["step"] <= step)
+        return bool(json.loads(line)[field] <= value)
     except (ValueError, KeyError, TypeError):
         return False

@@ -55,11 +55,11 @@ class Metrics:
     """Writes what rank 0 reports; on other ranks every method does nothing.
 
     out: the run's folder; total_steps: for the progress bar; first_step: steps already done, whose lines are kept and
-    whose later lines (of a run that went on after its last checkpoint) are dropped. Raises OSError if the folder cannot be
-    written at the start; later that costs a notice, and no run.
+    whose later lines (of a run that went on after its last checkpoint) are dropped; first_sample: how far in the data they came.
+    Raises OSError if the folder cannot be written at the start; later that costs a notice, and no run.
     """
 
-    def __init__(self, out: Path, rank: int, total_steps: int, first_step: int = 0) -> None:
+    def __init__(self, out: Path, rank: int, total_steps: int, first_step: int = 0, first_sample: int = 0) -> None:
         self.enabled = rank == 0
         if not self.enabled:
             return
@@ -68,8 +68,9 @@ class Metrics:
         self.file.keep_up_to(first_step)
         self.skipped_file = LineFile(out / "skipped.jsonl", self.say)
         if self.skipped_file.path.exists():
-            self.skipped_file.keep_up_to(first_step)
-        self.events = EventFile(out / "tensorboard", first_step + 1 if first_step else None)
+            # By the place in the data: a rollback goes on with an earlier step, and never with earlier data.
+            self.skipped_file.keep_up_to(first_sample - 1, "last_sample")
+        self.events = EventFile(out / "tensorboard", first_step + 1)
         self._events_fail = False
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -117,8 +118,9 @@ class Metrics:
             return
         try:
             self.file.keep_up_to(step)
+            self.events.begin_again(step + 1)
         except OSError as error:
-            self.say(f"notice         {self.file.path} keeps lines after step {step} ({error.strerror})")
+            self.say(f"notice         what was written of the steps after {step} stays ({error.strerror})")
         self.progress.update(self.task, completed=step)
 
     def write(self, values: dict[str, Any]) -> None:

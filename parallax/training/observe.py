@@ -84,14 +84,14 @@ class Observer:
         notices, self._notices = self._notices, []
         if step == self.options.profile and self._recorder is not None:
             spans = self._recorder.spans()
-            with _told_if_not_written("profile", notices):
+            with _told_if_not_written("profile", self.out, notices):
                 path = write_profile(spans, self.mesh, step, self.out)
                 notices.append(f"profiled       step {step}: {path}, for ui.perfetto.dev")
         if step == self.options.trace_pipeline and self._recorder is not None:
             schedule = self.train_step.runner.training.schedule
             trace = self._recorder.trace(f"{schedule.name} step {step}")  # the first of the pipelines is written
             if self.mesh.rank == 0:
-                with _told_if_not_written("trace-pipeline", notices):
+                with _told_if_not_written("trace-pipeline", self.out, notices):
                     paths = write_pipeline_trace(trace, self.out)
                     notices.append(f"traced         step {step}: {', '.join(map(str, paths))}")
         if step in (self.options.profile, self.options.trace_pipeline):
@@ -121,13 +121,14 @@ class Observer:
 
 
 @contextmanager
-def _told_if_not_written(option: str, notices: list[str]) -> Iterator[None]:
+def _told_if_not_written(option: str, out: Path, notices: list[str]) -> Iterator[None]:
     """Make a notice of an error of the disk: no run ends for what it tells of itself."""
     try:
         yield
     except OSError as error:
         notices.append(
-            f"notice         what --{option} asks for cannot be written: {error.strerror} ({error.filename}); training goes on"
+            f"notice         what --{option} asks for cannot be written: {error.strerror} ({error.filename or out}); "
+            f"training goes on"
         )
 
 

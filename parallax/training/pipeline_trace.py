@@ -9,6 +9,7 @@ from parallax.pipeline.draw.page import to_html
 from parallax.pipeline.draw.perfetto import to_perfetto
 from parallax.pipeline.simulator import simulate
 from parallax.pipeline.trace import Trace, write_trace
+from parallax.storage import write_whole
 
 
 def write_pipeline_trace(trace: Trace, folder: Path) -> list[Path]:
@@ -18,6 +19,6 @@ def write_pipeline_trace(trace: Trace, folder: Path) -> list[Path]:
     simulated = simulate(trace.schedule(), trace.costs())
     title = f"{trace.name}, simulated with the times measured, messages taking none"
     write_trace(trace, data)
-    page.write_text(to_html([chart_of_trace(trace), chart_of(trace.schedule(), simulated, title)]), encoding="utf-8")
-    perfetto.write_text(to_perfetto(trace), encoding="utf-8")
+    write_whole(page, to_html([chart_of_trace(trace), chart_of(trace.schedule(), simulated, title)]))
+    write_whole(perfetto, to_perfetto(trace))
     return [data, page, perfetto]

@@ -15,6 +15,7 @@ from typing import Any
 
 from parallax.collectives import gather_json
 from parallax.mesh import Layout, Mesh
+from parallax.storage import write_whole
 from parallax.training.record import Spans
 
 _GROUPS = ("tp", "pp", "dp", "holders", "world")
@@ -26,7 +27,7 @@ def write_profile(spans: Spans, mesh: Mesh, step: int, folder: Path) -> Path:
     rows = [Spans(**row) for row in gather_json(asdict(spans), mesh.world, mesh.device)]
     path = folder / f"profile-step-{step}.json"
     if mesh.rank == 0:
-        path.write_text(to_trace_events(rows, mesh.layout), encoding="utf-8")
+        write_whole(path, to_trace_events(rows, mesh.layout))
     return path
 
 

@@ -27,7 +27,13 @@ class RunLock:
 
         Raises ConfigError on all of them if another run holds it, or if it cannot be made.
         """
-        together(self._hold, self._mesh, f"making --out {self._out}")
+        together(self._hold_or_say, self._mesh, f"making --out {self._out}")
+
+    def _hold_or_say(self) -> None:
+        try:
+            self._hold()
+        except OSError as error:
+            raise ConfigError(f"--out {self._out} cannot be held by this run ({error}); give another --out") from None
 
     def _hold(self) -> None:
         if self._mesh.rank != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -139,30 +140,42 @@ class _Embedded(nn.Module):
         return self.layer(self.table(ids))
 
 
+class _Masked(nn.Module):
+    """A part whose first input is a number that no gradient passes by, and that is called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, mask: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask > 0, self.layer(hidden), hidden)
+
+
 def _odd_model(mesh: Mesh, zero: int) -> tuple[torch.Tensor, int]:
     """Return what a model of such parts has learned, and the bytes of parameters that are there between steps."""
     torch.manual_seed(6)
     first, second = _Embedded(), nn.Linear(WIDTH, WIDTH)
+    third = _Masked()
     module = nn.Sequential(first, _Recomputed(second), nn.Tanh())
-    scopes = [around("first", first), around("second", second)]
-    buckets = GradientBuckets(named_parameters_with_facts(module), mesh, zero=zero, scopes=[scopes])
+    everything = nn.ModuleList([module, third])
+    scopes = [around("first", first), around("second", second), around("third", third)]
+    buckets = GradientBuckets(named_parameters_with_facts(everything), mesh, zero=zero, scopes=[scopes])
     optimizer = ShardedAdamW(buckets)
     ids = torch.arange(6).view(2, 3) + mesh.rank
     for _ in range(3):
-        try:  # a forward that goes wrong leaves nothing in use
-            module(ids.new_full((2, 3), 10_000))
-        except IndexError:
-            pass
+        for wrong in (lambda: module(ids.new_full((2, 3), 10_000)), lambda: third()):  # leaves nothing in use
+            with suppress(IndexError, TypeError):
+                wrong()
         buckets.zero_grad()
         for last in (False, True):
             if last:
                 buckets.expect_last_backward()
             buckets.before_backward()
-            module(ids).square().sum().backward()
+            third(mask=torch.ones(WIDTH), hidden=module(ids)).square().sum().backward()
             buckets.after_backward()
         buckets.finish()
         optimizer.step(1e-2)
-    here = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+    here = sum(parameter.untyped_storage().nbytes() for parameter in everything.parameters())
     return module(ids % 3).detach(), here
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallax.data.loader import BatchLoader
 from parallax.mesh import Layout, Mesh
@@ -30,6 +31,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _skipped(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
+
+
+def _drawn(out: Path) -> list[int]:
+    """Return the steps whose loss TensorBoard shows."""
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("loss")]
 
 
 def _step_count(checkpoint: Path) -> int:
@@ -89,6 +97,7 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_the_data_after_the_bad_step
     assert contents(folder / "run" / last) == contents(folder / "other" / last)
     assert [row["loss"] for row in metrics(folder / "run")] == [row["loss"] for row in metrics(folder / "other")]
     assert [row["step"] for row in metrics(folder / "run")] == [1, 2, 3, 4, 5, 6]
+    assert _drawn(folder / "run") == [1, 2, 3, 4, 5, 6]
     counters = json.loads((folder / "run" / last / "state.json").read_text())["training"]["counters"]
     assert counters["data_shift"] == 2 and counters["skipped"] == 0
 
@@ -101,6 +110,18 @@ def test_what_was_passed_over_stays_so_after_a_restart(folder: Path) -> None:
     assert run_layout(Layout(), run, commands, str(folder), trouble) == [[[], [], []]]
     last = "checkpoints/step-00000006"
     assert contents(folder / "parts" / last) == contents(folder / "whole" / last)
+    for name in ("parts", "whole"):  # step 4 as it was before the rollback to 2
+        assert [(row["step"], row["last_sample"]) for row in _skipped(folder / name)] == [(4, 31)], name
+        assert _drawn(folder / name) == [1, 2, 3, 4, 5, 6], name
+
+
+def test_a_run_that_begins_anew_forgets_what_was_told_of_the_first_attempt(folder: Path) -> None:
+    trouble = partial(scale_loss_at, steps=(1,), factor=NAN, rank=0)
+    commands = [f"{ALWAYS} --on-bad-step {choice} --steps 3 --out {folder}/run" for choice in ("abort", "skip")]
+    ((stopped, whole),) = run_layout(Layout(), run, commands, str(folder), trouble)
+    assert len(stopped) == 1 and whole == []
+    assert [row["step"] for row in _skipped(folder / "run")] == [2]
+    assert [row["step"] for row in metrics(folder / "run")] == _drawn(folder / "run") == [1, 3]
 
 
 def test_rollbacks_to_one_checkpoint_come_to_an_end(folder: Path) -> None:
