@@ -13,6 +13,7 @@ One object holds the scales of many tensors at once, elementwise, and their hist
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -22,6 +23,7 @@ from parallax.precision.options import LARGEST_MARGIN
 from parallax.precision.tiles import MAXIMUM, check_format
 
 ALGORITHMS = ("max", "most_recent")
+MOST_UPDATES = torch.iinfo(torch.int64).max
 
 
 class DelayedScaling:
@@ -49,7 +51,7 @@ class DelayedScaling:
             raise ValueError(f"amax_history_len={amax_history_len} must be at least 1, and a whole number")
         if type(margin) is not int or not 0 <= margin <= LARGEST_MARGIN:
             raise ValueError(f"margin={margin} must be between 0 and {LARGEST_MARGIN}, and a whole number")
-        if algorithm not in ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise ValueError(f"the algorithm {algorithm!r} is unknown; use {' or '.join(map(repr, ALGORITHMS))}")
         _check_shape(shape)
         self.margin, self.fp8_format, self.algorithm = margin, fp8_format, algorithm
@@ -89,7 +91,9 @@ class DelayedScaling:
         amax: fp32, in the shape of `scale`. skip: scalar on the device; where it is not 0 all stays as it is.
         """
         history = self.amax_history.clone()
-        history[0] = amax
+        history[0] = amax.nan_to_num(
+            nan=torch.inf, posinf=torch.inf
+        )  # of the same effect, and a maximum of ranks keeps it
         greatest = history.amax(0) if self.algorithm == "max" else amax
         fresh = torch.full_like(greatest, MAXIMUM[self.fp8_format]) / greatest
         fresh = (fresh / 2.0**self.margin).clamp(max=torch.finfo(torch.float32).max)
@@ -118,7 +122,11 @@ class DelayedScaling:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a copy of what `state_dict` gave. Raises ValueError, and stays as it is, for other shapes or no state."""
+        """Go on from a copy of what `state_dict` gave.
+
+        Raises ValueError, and stays as it is, for other shapes, no state, or numbers that no state has: scales that are not
+        finite and above 0, amaxes below 0 or NaN.
+        """
         missing = [name for name in ("scale", "amax_history", "num_updates") if name not in state]
         if missing:
             raise ValueError(f"{missing[0]} is missing in the state; pass what state_dict() returned")
@@ -129,12 +137,29 @@ class DelayedScaling:
                 raise ValueError(f"{name} was saved as {type(stored).__name__}, and is a tensor here")
             if stored.shape != own.shape:
                 raise ValueError(f"{name} was saved with the shape {list(stored.shape)}, and is {list(own.shape)} here")
+            if not stored.is_floating_point():
+                raise ValueError(f"{name} was saved as {stored.dtype}, and is {own.dtype} here")
             taken[name] = stored.detach().to(own, copy=True)
-        count = state["num_updates"]
-        if isinstance(count, float | str) or int(count) < 0:
-            raise ValueError(f"num_updates was saved as {count!r}, and is a whole number of at least 0")
-        self.scale, self.amax_history = taken["scale"], taken["amax_history"]
-        self.num_updates.fill_(int(count))
+        scale, history = taken["scale"], taken["amax_history"]
+        if not (scale.isfinite() & (scale > 0)).all():
+            raise ValueError(
+                "scale was saved with numbers that are not finite and above 0, and no update makes such a one"
+            )
+        if not (history >= 0).all():
+            raise ValueError("amax_history was saved with numbers that are below 0 or NaN, and an amax is neither")
+        count = _whole_number(state["num_updates"])
+        self.scale, self.amax_history = scale, history
+        self.num_updates.fill_(count)
+
+
+def _whole_number(saved: Any) -> int:
+    try:
+        count = -1 if isinstance(saved, bool) else operator.index(saved)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= MOST_UPDATES:
+        raise ValueError(f"num_updates was saved as {saved!r}, and is a whole number of at least 0, in 64 bits")
+    return count
 
 
 def _check_shape(shape: object) -> None:

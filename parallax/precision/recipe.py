@@ -60,11 +60,13 @@ class Recipe:
             raise ValueError(f"margin={self.margin!r} must be between 0 and {LARGEST_MARGIN}, and a whole number")
         if self.power_of_two_scales and self.scaling == "delayed":
             raise ValueError("power_of_two_scales=True goes with scaling='tile'; a delayed scale is any number")
-        if isinstance(self.keep, str) or not all(isinstance(pattern, str) and pattern for pattern in self.keep):
-            raise ValueError(
-                f"keep={self.keep!r} must be a tuple of patterns that are not empty, as in ('layers.0', 'down_proj')"
-            )
-        object.__setattr__(self, "keep", tuple(self.keep))
+        if self.scaling == "tile":
+            for name, unset in (("amax_history_len", Recipe.amax_history_len), ("margin", Recipe.margin)):
+                if getattr(self, name) != unset:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} goes with scaling='delayed'; the scale of a tile is of what is at hand"
+                    )
+        object.__setattr__(self, "keep", _patterns(self.keep))
 
     @property
     def gradient_format(self) -> str:
@@ -89,6 +91,17 @@ class Recipe:
     def table(self, layers: Iterable[str]) -> Table:
         """Return how the products of each layer run."""
         return {layer: dict(KEPT) if self.keeps(layer) else self.products() for layer in layers}
+
+
+def _patterns(keep: object) -> tuple[str, ...]:
+    # Once: what can be iterated over only once would be empty the second time.
+    patterns = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else None
+    if patterns is None or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(
+            f"keep={(keep if patterns is None else patterns)!r} must be a tuple of patterns that are not empty, "
+            "as in ('layers.0', 'down_proj')"
+        )
+    return patterns
 
 
 def is_kept(layer: str, keep: Iterable[str]) -> bool:

@@ -47,12 +47,17 @@ def quantize_tiles(
 def dequantize_tiles(q: torch.Tensor, scale_inv: torch.Tensor, tile: Tile = (1, TILE_SIZE)) -> torch.Tensor:
     """Return q * scale_inv, fp32 in the shape of q; `tile` as it was quantised. Scales of another type are rounded to fp32.
 
-    Raises ValueError for a tile that is not two positive ints, a q that is no matrix, or scales that are not one for each tile,
-    TypeError for what is no tensor.
+    Raises ValueError for a tile that is not two positive ints, a q that is no matrix, scales that are not one for each tile, or
+    complex numbers, TypeError for what is no tensor.
     """
     _check_tensor("q", q)
     _check_tensor("scale_inv", scale_inv)
     _check_matrix(q, tile)
+    for name, one in (("q", q), ("scale_inv", scale_inv)):
+        if one.is_complex():
+            raise ValueError(
+                f"{name} is {one.dtype}, and only real numbers were quantised; pass what quantize_tiles returned"
+            )
     expected = [*q.shape[:-2], *(-(-size // part) for size, part in zip(q.shape[-2:], tile, strict=True))]
     if list(scale_inv.shape) != expected:
         raise ValueError(
@@ -62,7 +67,7 @@ def dequantize_tiles(q: torch.Tensor, scale_inv: torch.Tensor, tile: Tile = (1, 
 
 
 def check_format(fp8_format: str) -> None:
-    if fp8_format not in DTYPES:
+    if not isinstance(fp8_format, str) or fp8_format not in DTYPES:
         raise ValueError(f"the FP8 format {fp8_format!r} is unknown; use {' or '.join(map(repr, DTYPES))}")
 
 

@@ -120,6 +120,8 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     for shape, amax in (((), torch.ones(1)), ((), [1.0, 2.0]), ((3,), torch.ones(1)), ((3,), torch.ones(2, 3))):
         with pytest.raises(ValueError, match=r"amax has the shape \[[\d, ]+\], and the scales have"):
             DelayedScaling(shape=shape).update(amax)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the FP8 format \['e4m3'\] is unknown"):
+        DelayedScaling(fp8_format=["e4m3"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'mean' is unknown; use 'max' or 'most_recent'"):
         DelayedScaling(algorithm="mean")
     for negative in (-1.0, [1.0, -0.5]):
@@ -145,6 +147,19 @@ def test_a_state_that_does_not_fit_leaves_everything_as_it_was() -> None:
         ({"amax_history": [1.0]}, "amax_history was saved as list, and is a tensor here"),
         ({"num_updates": -1}, "num_updates was saved as -1"),
         ({"num_updates": "x"}, "num_updates was saved as 'x'"),
+        ({"num_updates": 10**30}, "num_updates was saved as 10{30}"),
+        ({"num_updates": None}, "num_updates was saved as None"),
+        ({"num_updates": [1]}, r"num_updates was saved as \[1\]"),
+        ({"num_updates": torch.tensor(1.5)}, r"num_updates was saved as tensor\(1.5000\)"),
+        *(
+            ({"scale": torch.tensor([1.0, bad])}, "scale was saved with numbers that are not finite and above 0")
+            for bad in (math.nan, 0.0, -1.0, math.inf)
+        ),
+        ({"scale": torch.ones(2, dtype=torch.float64) * 1e300}, "scale was saved with numbers that are not finite"),
+        ({"scale": torch.ones(2, dtype=torch.complex64)}, "scale was saved as torch.complex64"),
+        ({"amax_history": torch.zeros(3, 2, dtype=torch.complex64)}, "amax_history was saved as torch.complex64"),
+        ({"amax_history": torch.full((3, 2), -1.0)}, "amax_history was saved with numbers that are below 0 or NaN"),
+        ({"amax_history": torch.full((3, 2), math.nan)}, "amax_history was saved with numbers that are below 0 or NaN"),
     ):
         with pytest.raises(ValueError, match=said):
             scaling.load_state_dict(state | wrong)
@@ -152,6 +167,16 @@ def test_a_state_that_does_not_fit_leaves_everything_as_it_was() -> None:
         scaling.load_state_dict({name: state[name] for name in ("scale", "amax_history")})
     after = scaling.state_dict()
     assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:amaxes that are infinite")
+def test_every_state_that_updates_make_can_be_loaded() -> None:
+    for algorithm in ("max", "most_recent"):
+        scaling, other = (DelayedScaling(3, 8, algorithm=algorithm) for _ in range(2))
+        for amax in (math.nan, math.inf, 0.0, 1e-45, 3.4e38, 1.0):
+            scaling.update(amax)
+            other.load_state_dict(scaling.state_dict())
+            assert torch.equal(other.scale, scaling.scale) and torch.equal(other.amax_history, scaling.amax_history)
 
 
 def test_a_state_that_is_loaded_is_copied() -> None:

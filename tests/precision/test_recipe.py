@@ -27,6 +27,12 @@ LAYERS = list(linear_layers(DecoderConfig(num_hidden_layers=12).resolved()))
         ({"keep": "layers.12"}, "keep='layers.12' must be a tuple of patterns"),
         ({"keep": ("",)}, "must be a tuple of patterns that are not empty"),
         ({"keep": (12,)}, "must be a tuple of patterns"),
+        ({"keep": None}, "keep=None must be a tuple of patterns"),
+        ({"keep": 3}, "keep=3 must be a tuple of patterns"),
+        ({"keep": (name for name in ("layers.0", ""))}, "keep=('layers.0', '') must be a tuple of patterns"),
+        ({"margin": 5}, "margin=5 goes with scaling='delayed'"),
+        ({"amax_history_len": 3}, "amax_history_len=3 goes with scaling='delayed'"),
+        ({"scaling": ["tile"]}, "scaling=['tile'] is unknown"),
         ({"scaling": "delayed", "power_of_two_scales": True}, "power_of_two_scales=True goes with scaling='tile'"),
     ],
     ids=str,
@@ -39,6 +45,7 @@ def test_what_would_silently_be_another_recipe_is_refused(wrong: dict[str, Any],
 
 def test_patterns_may_be_a_list_and_a_recipe_is_a_value_all_the_same() -> None:
     assert Recipe(keep=["layers.0"]) == Recipe(keep=("layers.0",))  # type: ignore[arg-type]
+    assert Recipe(keep=(name for name in ["layers.0"])) == Recipe(keep=("layers.0",))  # type: ignore[arg-type]
     assert hash(Recipe(keep=["layers.0"])) == hash(Recipe(keep=("layers.0",)))  # type: ignore[arg-type]
 
 

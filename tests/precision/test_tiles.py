@@ -223,6 +223,8 @@ def test_what_is_no_tensor_is_refused() -> None:
 def test_what_cannot_be_quantised_is_refused() -> None:
     with pytest.raises(ValueError, match="'e3m4' is unknown; use 'e4m3' or 'e5m2'"):
         quantize_tiles(torch.ones(2, 2), fp8_format="e3m4")
+    with pytest.raises(ValueError, match=r"\['e4m3'\] is unknown; use 'e4m3' or 'e5m2'"):
+        quantize_tiles(torch.ones(2, 2), fp8_format=["e4m3"])  # type: ignore[arg-type]
     q, scale_inv = quantize_tiles(torch.ones(3, 200))
     for call in (quantize_tiles, lambda x, *tile: dequantize_tiles(x, scale_inv, *tile)):
         with pytest.raises(ValueError, match=r"the shape \[2\] is none"):
@@ -233,6 +235,10 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     for dtype in (torch.int32, torch.bool, torch.complex64):
         with pytest.raises(ValueError, match=f"x is {dtype}, and only floating types are quantised"):
             quantize_tiles(torch.ones(2, 2, dtype=dtype))
+    with pytest.raises(ValueError, match=r"q is torch\.complex64, and only real numbers"):
+        dequantize_tiles(q.float().to(torch.complex64), scale_inv)
+    with pytest.raises(ValueError, match=r"scale_inv is torch\.complex128, and only real numbers"):
+        dequantize_tiles(q, scale_inv.to(torch.complex128))
     for shape in ((3, 1), (1, 2), (2,), (), (3, 2, 1), (1, 3, 2)):
         with pytest.raises(ValueError, match=r"a q of the shape \[3, 200\] in tiles of \(1, 128\) has \[3, 2\]"):
             dequantize_tiles(q, torch.ones(shape))
