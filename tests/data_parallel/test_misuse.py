@@ -102,6 +102,36 @@ def test_a_step_that_was_given_up_leaves_nothing_in_the_next() -> None:
             assert after_trouble == plain, name
 
 
+def _loaded_while_on_the_way(mesh: Mesh) -> list[bool]:
+    """Load values when an update has been sent and not waited for; return whether they stay, in fp32 and in bf16."""
+    over_sockets = Mesh(mesh.layout, mesh.rank, mesh.device, connected=True, shared_memory=False)
+    stay = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(8)
+        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600)).to(dtype)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        scopes = [around(name, part) for name, part in model.named_children()]
+        named = named_parameters_with_facts(model)
+        buckets = GradientBuckets(named, over_sockets, zero=1, scopes=[scopes], overlap_gather=True)
+        optimizer = ShardedAdamW(buckets, weight_decay=0.0)
+        for step in range(2):
+            buckets.zero_grad()
+            buckets.expect_last_backward()
+            model(torch.ones(2, 600, dtype=dtype)).sum().backward()
+            buckets.finish()
+            optimizer.step(1e-2 * (1 - step))  # the second changes nothing: it brings back what it holds
+            buckets.arrive()
+            if not step:
+                model.load_state_dict(saved)
+                buckets.adopt_parameters()
+        stay.append(all(torch.equal(value, saved[name]) for name, value in model.state_dict().items()))
+    return stay
+
+
+def test_values_that_are_loaded_after_an_update_has_arrived_stay() -> None:
+    assert run_layout(Layout(dp=2), _loaded_while_on_the_way) == [[True, True]] * 2
+
+
 FACTS = ParameterFacts((2, 3))
 
 
