@@ -16,7 +16,7 @@ A forward makes what fprop takes, a backward what dgrad takes; who keeps the cop
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,9 +34,6 @@ class Copies:
     forward: int = 0
     backward: int = 0
     both: int = 0
-
-    def __add__(self, other: Copies) -> Copies:
-        return Copies(self.forward + other.forward, self.backward + other.backward, self.both + other.both)
 
 
 def copies_of(backend: str, recipe: Recipe, shape: Sequence[int], lead: Sequence[int] = (0, 0)) -> Copies:
@@ -81,17 +78,31 @@ def _to_four(count: int) -> int:
 
 @dataclass(frozen=True)
 class RankCopies:
-    """The copies that a rank makes. layers: {number of a transformer layer: of all its weights in FP8}."""
+    """The copies that a rank makes. layers: {number of a transformer layer: {name of a weight in FP8: its copies}}.
 
-    layers: dict[int, Copies]
+    gathered, below: names of weights that are gathered for each use, and whose copies go with them.
+    """
 
-    def kept(self, layers: Iterable[int]) -> int:
-        """Return the bytes at the end of a step in which the copies of these layers stay."""
-        return sum(self.layers[layer].both for layer in layers if layer in self.layers)
+    layers: dict[int, dict[str, Copies]]
 
-    def most_in(self, layers: Iterable[int], measure: Callable[[Copies], int]) -> int:
-        """Return the bytes of that one of these layers which takes the most."""
-        return max((measure(self.layers[layer]) for layer in layers if layer in self.layers), default=0)
+    def kept(self, layers: Iterable[int], gathered: Collection[str] = ()) -> int:
+        """Return the bytes at the end of a step, of these layers' copies that stay."""
+        return sum(
+            copies.both
+            for layer in layers
+            for name, copies in self.layers.get(layer, {}).items()
+            if name not in gathered
+        )
+
+    def most_in(self, layers: Iterable[int], gathered: Collection[str], measure: Callable[[Copies], int]) -> int:
+        """Return the bytes of that one of these layers whose copies that go take the most."""
+        return max(
+            (
+                sum(measure(copies) for name, copies in self.layers.get(layer, {}).items() if name in gathered)
+                for layer in layers
+            ),
+            default=0,
+        )
 
 
 def copies_of_ranks(backend: str, recipe: Recipe, layers: Layers, tp: int) -> Sequence[RankCopies]:
@@ -107,10 +118,10 @@ def _of_rank(backend: str, recipe: Recipe, layers: Layers, tp: int, rank: int) -
         lead[dim] = rank * shape[dim] % TILE
         return copies_of(backend, recipe, shape, lead)
 
-    held: dict[int, Copies] = {}
+    held: dict[int, dict[str, Copies]] = {}
     for name, sizes in layers.items():
         number = re.search(r"\.(\d+)\.", name)
         if number is not None and not recipe.keeps(name):
-            layer = int(number.group(1))
-            held[layer] = held.get(layer, Copies()) + share_of(sizes, int(name.split(".")[-1] in ROW_PARALLEL))
+            share = share_of(sizes, int(name.split(".")[-1] in ROW_PARALLEL))
+            held.setdefault(int(number.group(1)), {})[f"{name}.weight"] = share
     return RankCopies(held)

@@ -223,23 +223,24 @@ def fp8_weight_bytes(
     """
     gathered = sharding.gathered
     stages = {stage: layers[stage] for stage in schedule.stages_of(pp_rank)}
-    brief = {stage: [layer for layer in held if f"layers.{layer}" in gathered] for stage, held in stages.items()}
-    staying = [layer for stage, held in stages.items() for layer in held if layer not in brief[stage]]
+    held = [layer for of_stage in stages.values() for layer in of_stage]
     take_turns = shapes.tp > 1 and shapes.recompute != "full"
     entries = {tuple((part.kind, part.stage) for part in entry.parts) for entry in schedule.order[pp_rank]}
 
     def in_use(rank: RankCopies, kind: str, stage: int) -> int:
         if kind == "F":
-            return rank.most_in(brief[stage], lambda copies: copies.forward)
+            return rank.most_in(stages[stage], gathered, lambda copies: copies.forward)
         if kind == "W":
             return 0  # a product of what was kept of the backward before
-        return rank.most_in(brief[stage], lambda copies: copies.both if shapes.recompute == "full" else copies.backward)
+        return rank.most_in(
+            stages[stage], gathered, lambda copies: copies.both if shapes.recompute == "full" else copies.backward
+        )
 
     def most_in_use(rank: RankCopies) -> int:
         sizes = ([in_use(rank, *part) for part in parts] for parts in entries)
         return max((sum(size) if take_turns else max(size) for size in sizes), default=0)
 
-    return max((rank.kept(staying) + most_in_use(rank) for rank in copies), default=0)
+    return max((rank.kept(held, gathered) + most_in_use(rank) for rank in copies), default=0)
 
 
 def rank_traffic(

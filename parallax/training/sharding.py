@@ -96,10 +96,10 @@ class RankSharding:
 
     @property
     def gathered(self) -> set[str]:
-        """The units whose weights are here only while they are used."""
+        """The names of the parameters that are here only while they are used; of one layer, some may be and others not."""
         if self.optimizer.zero < 3:
             return set()
-        return {unit for bucket in self.buckets if len(bucket.levels.inner) > 1 for unit in bucket.plan.key.unit}
+        return {place.name for bucket in self.buckets if len(bucket.levels.inner) > 1 for place in bucket.plan.places}
 
     def working_bytes(self) -> int:
         """Return what ZeRO 2 and 3 need beside: a whole gradient on its way and one that fills; the weights of two layers."""

@@ -135,5 +135,9 @@ def test_each_tensor_parallel_rank_has_its_own_shards_and_layers_that_are_kept_h
     first, second = copies_of_ranks("reference", Recipe(keep=("layers.1",)), layers, 2)
     assert set(first.layers) == set(second.layers) == {0}
     tiles = 3 * 2 * 4  # of 128 rows (or columns), which begin at row 0 or at row 256
+    up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
+    assert list(first.layers[0]) == [up, down]
+    assert first.kept([0, 1], [up, down]) == first.most_in([0, 1], [], lambda copies: copies.both) == 0
+    assert first.kept([0], [up]) == first.most_in([0, 1], [down], lambda copies: copies.both) > 0
     assert first.kept([0, 1]) == 2 * (9 * 344 * 256 + tiles)
     assert second.kept([0]) == 2 * (9 * (88 + 344) * 256 + 4 * 2 * 4)

@@ -107,7 +107,11 @@ EIGHT_BITS = f"--tokenizer bytes --layers 8 {WIDTHS} --seq-len 16 --precision fp
 COPIES = {
     Layout(): ["", "--recompute full", "--fp8-recipe delayed", "--zero 3"],
     # 192 features over 2 ranks are cut inside of a tile, and the second rank begins inside of one.
-    Layout(tp=2): ["--tp 2", "--tp 2 --sp", "--tp 2 --fp8-recipe delayed --fp8-keep layers.0 down_proj"],
+    Layout(tp=2): [
+        *("--tp 2", "--tp 2 --sp", "--tp 2 --fp8-recipe delayed --fp8-keep layers.0 down_proj"),
+        # The norms of a layer are gathered for each use, and its matrices are not.
+        *("--tp 2 --zero 3", "--tp 2 --sp --zero 3 --recompute full"),
+    ],
     Layout(dp=2): [
         *("--zero 1", "--zero 2", "--zero 3", "--zero 3 --fp8-recipe delayed", "--zero 3 --recompute full"),
     ],
@@ -116,11 +120,17 @@ COPIES = {
         "--pp 2 --zero 3 --schedule zb-v --fp8-keep layers.0",
         "--pp 2 --zero 3 --schedule dualpipe",
     ],
+    # Four ranks share two key-value heads: k and v, which stay in bf16, are gathered as the norms are.
+    Layout(tp=4): ["--tp 4 --sp --zero 3 --fp8-keep k_proj v_proj --kv-heads 2"],
+    Layout(tp=2, pp=2): [
+        "--tp 2 --pp 2 --sp --zero 3 --schedule dualpipe",
+        "--tp 2 --pp 2 --zero 3 --fp8-keep layers.0",
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=pytest.mark.slow) if one.pp > 1 else one for one in COPIES], ids=str
+    "layout", [pytest.param(one, marks=pytest.mark.slow) if one.world_size > 2 else one for one in COPIES], ids=str
 )
 def test_the_copies_of_weights_in_fp8_take_what_the_plan_says_to_the_byte(layout: Layout) -> None:
     cases = [f"{EIGHT_BITS} --dp {layout.dp} {words}" for words in COPIES[layout]]
