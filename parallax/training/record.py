@@ -217,8 +217,8 @@ class StepRecorder(Recorder):
 def shares_of(spans: Spans, seconds: float | None = None) -> dict[str, float]:
     """Return the seconds of each of SHARES; together they are the step, or the `seconds` that it took with what lies around it.
 
-    Communication that is waited for inside an action or a phase is not the action's or the phase's. Of a pair of a forward and a
-    backward, a third counts as forward.
+    Whatever is waited for inside an action or a phase, a collective or a message, is not the action's or the phase's: a pair of a
+    forward and a backward waits inside for what its backward takes. Of a pair's own time a third counts as forward.
     """
     shares = dict.fromkeys(SHARES, 0.0)
     inside = sorted(
@@ -228,18 +228,22 @@ def shares_of(spans: Spans, seconds: float | None = None) -> dict[str, float]:
     starts = [start for start, _, _ in inside]
     for start, end, share in inside:
         _add(shares, share, end - start)
-    for share, _, start, end in _outermost(spans.waits):
+    for share, _, start, end in _outermost([*spans.waits, *_message_waits(spans.messages)]):
         shares[share] += end - start
         place = bisect_right(starts, start) - 1
         if place >= 0 and end <= inside[place][1]:
             _add(shares, inside[place][2], start - end)
-    for _, start, end, sent in spans.messages:
-        sent = min(max(sent, start), end)
-        shares["bubble"] += sent - start
-        shares["pp"] += end - sent
     seconds = spans.end - spans.start if seconds is None else seconds
     shares["other"] += seconds - sum(shares.values())
     return shares
+
+
+def _message_waits(messages: Sequence[tuple[str, float, float, float]]) -> Iterator[tuple[str, str, float, float]]:
+    """Yield the two parts of each wait for a message: until it was sent, and while it was under way."""
+    for what, start, end, sent in messages:
+        sent = min(max(sent, start), end)
+        yield "bubble", what, start, sent
+        yield "pp", what, sent, end
 
 
 def _outermost(waits: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[str, str, float, float]]:

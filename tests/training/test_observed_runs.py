@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallax.data_parallel.optimizer import ShardedOptimizer
 from parallax.mesh import Layout, Mesh
+from parallax.pipeline.lower import Message
+from parallax.pipeline.shared_transport import SharedTransport
 from parallax.training.record import WAITING
 from tests.distributed.harness import run_layout
 from tests.training.processes import Job
-from tests.training.runs import contents, metrics, run, saved, scale_loss_at, write_text
+from tests.training.runs import MODEL, contents, metrics, run, saved, scale_loss_at, write_text
 
 ALWAYS = "--save-every 2 --lr-decay-steps 4 --warmup-steps 1"
 WHOLE = f"{ALWAYS} --steps 4 --eval-every 2 --eval-steps 1"
@@ -98,6 +101,38 @@ def test_the_shares_of_each_rank_add_up_to_the_time_of_a_step(
         assert row["straggler_seconds"] > 0.6 * SECONDS
         for rank in range(world_size - 1):
             assert sum(shares[name][rank] for name in WAITING) > 0.6 * SECONDS
+
+
+def _with_slow_messages(mesh: Mesh, commands: list[str], folder: str) -> list[list[str]]:
+    """Let the last rank's results leave late, so that the first waits for them inside its pairs."""
+    plain, model = SharedTransport.send, MODEL.replace("--layers 2", "--layers 4")
+
+    def send(self: SharedTransport, message: Message, tensor: torch.Tensor) -> None:
+        time.sleep(MESSAGE_SECONDS if mesh.rank == mesh.layout.world_size - 1 else 0.0)
+        plain(self, message, tensor)
+
+    SharedTransport.send = send  # type: ignore[method-assign]
+    return run(mesh, commands, folder, model=model)
+
+
+MESSAGE_SECONDS = 0.02
+
+
+def test_no_second_is_counted_twice_where_a_pair_waits_for_a_message(folder: Path) -> None:
+    schedules = ("dualpipe", "dualpipev", "interleaved-paired")
+    words = "--micro-batch 1 --pp 2 --steps 2 --warmup-steps 1 --log-every 1 --eval-every 0"
+    commands = [f"{words} --schedule {name} --out {folder}/{name}" for name in schedules]
+    assert run_layout(Layout(pp=2), _with_slow_messages, commands, str(folder)) == [[[]] * len(schedules)] * 2
+    for name in schedules:
+        for row in metrics(folder / name)[1:]:
+            shares = {share: of["ranks"] for share, of in row["phases"].items()}
+            assert min(map(min, shares.values())) >= 0, (name, shares)
+            first, last = (sum(of[rank] for of in shares.values()) for rank in range(2))
+            assert first == pytest.approx(row["step_seconds"], abs=1e-5)
+            assert last == pytest.approx(row["step_seconds"], rel=0.1), "its own stopwatch says so"
+            # What the first rank waits for, inside its pairs too, it does not work.
+            waited = sum(shares[share][0] for share in WAITING)
+            assert waited > 4 * MESSAGE_SECONDS and shares["other"][0] < waited, (name, shares)
 
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:

@@ -52,6 +52,25 @@ def test_what_is_waited_for_is_no_work_and_a_message_that_was_not_sent_is_a_bubb
     }
 
 
+def test_a_message_that_is_waited_for_inside_a_pair_is_counted_once() -> None:
+    spans = Spans(
+        start=0.0,
+        end=16.0,
+        runs=[("1F1+0B0", "both", 1.0, 8.0), ("1F2+0B1", "both", 9.0, 15.0)],
+        waits=[("tp", "all_reduce", 2.0, 2.5), ("tp", "all_reduce", 6.5, 7.0)],
+        # Sent while it was waited for; before; after, as clocks that differ may tell; and outside of any pair.
+        messages=[("1B0", 3.0, 6.0, 5.0), ("1B1", 9.0, 11.0, 0.5), ("1B2", 12.0, 13.0, 14.0), ("0F3", 8.0, 9.0, 8.5)],
+    )
+    shares = shares_of(spans)
+    worked = (8.0 - 1.0 - 3.0 - 2 * 0.5) + (15.0 - 9.0 - 2.0 - 1.0)
+    assert shares == pytest.approx(
+        dict.fromkeys(SHARES, 0.0)
+        | {"forward": worked / 3, "backward": worked * 2 / 3, "tp": 1.0}
+        | {"bubble": 2.0 + 1.0 + 0.5, "pp": 1.0 + 2.0 + 0.5, "other": 1.0 + 1.0}
+    )
+    assert sum(shares.values()) == pytest.approx(16.0) and min(shares.values()) >= 0
+
+
 def _observed(mesh: Mesh, folder: str) -> dict:
     step, loader = build(mesh, Case(steps=3, zero=1)), loader_of(mesh, Case())
     observer = Observer(step, RunOptions(profile=2), Path(folder))
