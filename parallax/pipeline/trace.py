@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -128,14 +129,18 @@ class Trace:
     def costs(self) -> Costs:
         """Return the median time of each kind of action on each stage, and of pairs, messages taking no time.
 
-        A whole backward counts as I, unless the stage also has split ones. A pair's gain counts for both of its stages.
+        A whole backward counts as I, unless the stage also has split ones. A pair's gain counts for both of its stages; what it
+        waits inside for the message that its backward takes is none of its time.
         """
         times: dict[tuple[str, int], list[float]] = {}
-        for _, event in self.events(RUN):
-            if isinstance(event.what, Action):
-                times.setdefault((event.what.kind, event.what.stage), []).append(event.end - event.start)
+        pairs = []
+        for record in self.records:
+            for entry, work in _works(record.events):
+                if isinstance(entry, Pair):
+                    pairs.append((entry, work))
+                else:
+                    times.setdefault((entry.kind, entry.stage), []).append(work)
         stages = range(self.schedule().num_stages)
-        pairs = [(event.what, event.end - event.start) for _, event in self.events(RUN) if isinstance(event.what, Pair)]
         forward = tuple(_median(times.get(("F", stage))) for stage in stages)
         weight = tuple(_median(times.get(("W", stage))) for stage in stages)
         whole = tuple(_median(times.get(("B", stage))) for stage in stages)
@@ -175,6 +180,17 @@ class Trace:
             half = weight = half / 2
         pair = None if costs.pair is None else _total(costs.pair) / ranks
         return Costs(forward / ranks, half / ranks, weight / ranks, self.message_time(), pair)
+
+
+def _works(events: list[Event]) -> Iterator[tuple[Entry, float]]:
+    """Yield what one rank ran and the seconds that it took without the waits inside; events: in order of their start."""
+    waits = [event for event in events if event.kind == WAIT]
+    starts = [wait.start for wait in waits]
+    for run in events:
+        if run.kind == RUN:
+            inside = waits[bisect_left(starts, run.start) : bisect_left(starts, run.end)]
+            waited = sum(min(wait.end, run.end) - wait.start for wait in inside)
+            yield run.what, max(run.end - run.start - waited, 0.0)
 
 
 def _total(value: PerStage) -> float:

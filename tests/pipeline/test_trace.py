@@ -8,7 +8,7 @@ import pytest
 
 from parallax.errors import ConfigError
 from parallax.pipeline import ALL_SCHEDULES, Action, Costs, Schedule, make_schedule, simulate
-from parallax.pipeline.actions import parse_entry
+from parallax.pipeline.actions import Pair, parse_entry
 from parallax.pipeline.draw import chart_of, chart_of_trace
 from parallax.pipeline.draw.perfetto import to_perfetto
 from parallax.pipeline.trace import RECEIVE, RUN, SEND, WAIT, RankRecord, Trace, read_trace, write_trace
@@ -67,6 +67,27 @@ def test_the_costs_of_a_trace_are_the_medians_of_each_kind_on_each_stage() -> No
         for rank, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B")):
             records[rank].add(RUN, Action(kind, rank, number), 10.0 * number, 10.0 * number + slow)
     assert Trace("slow", records).costs().forward == (1.0, 1.0)
+
+
+def test_a_pair_costs_nothing_for_the_message_that_it_waits_for_inside() -> None:
+    schedule = make_schedule("dualpipev", 2, 8)
+    costs = Costs(1.0, 0.5, 0.5, pair=1.75)
+    prompt, waits, records = recorded(schedule, costs), 0, []
+    for record in prompt.records:
+        late, delayed = 0.0, RankRecord(record.rank)
+        for event in record.events:
+            start, wait = event.start + late, 0.0
+            source = schedule.input_of(event.what.parts[-1])
+            if event.kind == RUN and isinstance(event.what, Pair) and source is not None:
+                wait = 3.0
+                delayed.add(WAIT, source, start + 0.25, start + 0.25 + wait, 1 - record.rank)
+                waits += 1
+            delayed.add(event.kind, event.what, start, event.end + late + wait, event.peer)
+            late += wait
+        records.append(delayed)
+    trace = Trace("late", records)
+    assert waits > 8 and trace.makespan > prompt.makespan + 4 * 3.0
+    assert trace.costs() == prompt.costs() and trace.costs().pair == (1.75,) * 4
 
 
 def test_a_ranks_share_is_the_average_and_a_whole_backward_two_halves() -> None:
