@@ -71,6 +71,8 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel and tp is not None
         ctx.products, ctx.gathered = products, gathered
         ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
+        # The input may be wider, for the sum of its gradient with others'; only that has its type.
+        ctx.gradient_type, input = input.dtype, input.to(weights[0].dtype)
         kept = input if gathered is None else gathered.kept(any(ctx.needs_input_grad))
         ctx.save_for_backward(kept, *weights)
         whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
@@ -104,7 +106,7 @@ class _ColumnParallel(torch.autograd.Function):
             for part in parts[1:]:
                 total += part
             grad_input = total.view(*grad_outputs[0].shape[:-1], total.shape[-1])
-            grad_input = grad_input.to(_type_of_parts(products[0], input.dtype))
+            grad_input = grad_input.to(_type_of_parts(products[0], ctx.gradient_type))
         if ctx.sequence_parallel:
             gathering.wait()
             input = join_ranks(gathered, SEQUENCE_DIM)
@@ -127,7 +129,7 @@ class _ColumnParallel(torch.autograd.Function):
         ]
         if reducing is not None:
             reducing.wait()
-        grad_input = None if grad_input is None else grad_input.to(input.dtype)
+        grad_input = None if grad_input is None else grad_input.to(ctx.gradient_type)
         return grad_input, None, None, None, None, None, *grad_weights, *grad_biases
 
 

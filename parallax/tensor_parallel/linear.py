@@ -82,11 +82,11 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.exact_sums, ctx.gathered = exact_sums, gathered
         # Read from the parameters themselves: recomputation hands backward detached copies without attributes.
         ctx.sinks = [getattr(weight, "gradient_sink", None) for weight in weights]
+        # The input may be wider, for the sum of its gradient with others'; only that has its type.
+        ctx.gradient_type, input = input.dtype, input.to(weights[0].dtype)
         kept = input if gathered is None else gathered.kept(any(ctx.needs_input_grad))
         ctx.save_for_backward(kept, *weights)
         whole = all_gather(input, tp, SEQUENCE_DIM) if ctx.sequence_parallel else input
-        # Between two segments the input may be wider, for the sum of its gradient.
-        whole = whole.to(weights[0].dtype)
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -125,7 +125,7 @@ class _ColumnParallel(torch.autograd.Function):
         ]
         if reducing is not None:
             reducing.wait()
-        grad_input = None if grad_input is None else grad_input.to(input.dtype)
+        grad_input = None if grad_input is None else grad_input.to(ctx.gradient_type)
         return grad_input, None, None, None, None, *grad_weights, *grad_biases
 
 
@@ -197,6 +197,8 @@ def apply_together(
     if len(products) == len(layers):
         return fp8_column_parallel(input, products, weights, biases, tp, first.sequence_parallel, gathered)
     # Some in FP8 and some not: each communicates alone.
+    if first.exact_sums:
+        input = input.double()  # for its gradient, which is the sum of theirs: rounded once, wherever that sum is taken
     return tuple(apply_together(input, layer, communicate=communicate, gathered=gathered)[0] for layer in layers)
 
 

@@ -26,6 +26,8 @@ WIDE = replace(MODEL, intermediate_size=192)  # over 4 ranks: in multiples of 16
 GPT_MODEL = replace(GPT, hidden_size=64, intermediate_size=96, head_dim=16)
 TILE, POWERS = Fp8Options(), Fp8Options(fp8_format="hybrid", fp8_scales="pow2", fp8_keep=("layers.0", "k_proj"))
 DELAYED = Fp8Options(fp8_recipe="delayed", fp8_format="hybrid", fp8_margin=1, fp8_amax_history=3)
+# Of weights that read the same input some are in FP8 and some are not.
+MIXED = Fp8Options(fp8_keep=("q_proj", "layers.1.mlp.gate_proj"))
 BASE = Case(model=MODEL, precision="fp8", steps=4, fp8=TILE)
 
 
@@ -36,7 +38,12 @@ def case(fp8: Fp8Options = TILE, **choices) -> Case:
 CASES = {
     "tp2": (
         Layout(tp=2),
-        [case(sp=True), case(DELAYED, zero=0, recompute="full"), case(POWERS, recompute="selective")],
+        [
+            case(sp=True),
+            case(DELAYED, zero=0, recompute="full"),
+            case(POWERS, recompute="selective"),
+            case(MIXED, sp=True),
+        ],
     ),
     "tp4": (Layout(tp=4), [case(), case(DELAYED, sp=True, model=WIDE), case(sp=True, model=GPT_MODEL)]),
     "dp2": (Layout(dp=2), [case(zero=0), case(DELAYED), case(POWERS, zero=2)]),
@@ -52,7 +59,11 @@ CASES = {
     ),
     "tp2 pp2": (
         Layout(tp=2, pp=2),
-        [case(schedule="dualpipe", micro_batch=1), case(DELAYED, schedule="dualpipev", micro_batch=1, sp=True)],
+        [
+            case(schedule="dualpipe", micro_batch=1),
+            case(DELAYED, schedule="dualpipev", micro_batch=1, sp=True),
+            *(case(MIXED, schedule="dualpipe", micro_batch=1, sp=sp) for sp in (False, True)),
+        ],
     ),
 }
 
