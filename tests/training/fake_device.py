@@ -84,7 +84,9 @@ def prepare() -> None:
     _setup_privateuseone_for_python_backend("late", _Late())
     for name, module in list(sys.modules.items()):
         if name.startswith("parallax.") and hasattr(module, "gather_json"):
-            vars(module)["gather_json"] = lambda value, group, device=None: [value] * (1 if group is None else group.size)
+            vars(module)["gather_json"] = lambda value, group, device=None: (
+                [value] * (1 if group is None else group.size)
+            )
     parallax.training.step.work_of = _on_host(parallax.training.step.work_of)
     PackedRows.from_batch = _on_host(PackedRows.from_batch)  # type: ignore[method-assign]
 
