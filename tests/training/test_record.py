@@ -19,6 +19,7 @@ from parallax.training.record import SHARES, Clock, Spans, StepRecorder, shares_
 from tests.distributed.harness import run_layout
 from tests.distributed.training import Case, build, loader_of
 
+SLOW = 0.8  # seconds that the last rank takes longer: long beside what a busy machine adds
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2, pp=2)]
 
 
@@ -79,7 +80,7 @@ def _observed(mesh: Mesh, folder: str) -> dict:
         with observer.step(number, logged=number < 3) as recorder:
             if recorder is not None:
                 with recorder.phase("data"):
-                    time.sleep(0.3 if mesh.rank == mesh.layout.world_size - 1 else 0.0)
+                    time.sleep(SLOW if mesh.rank == mesh.layout.world_size - 1 else 0.0)
             began = time.perf_counter()
             step(loader.micro_batches(number), 1e-3, recorder)
             took = time.perf_counter() - began
@@ -112,12 +113,12 @@ def test_the_shares_of_all_ranks_are_told_and_the_slow_rank_named(layout: Layout
             for name, share in row["phases"].items():
                 assert len(share["ranks"]) == layout.world_size
                 assert -1e-3 < share["min"] == min(share["ranks"]) and share["max"] == max(share["ranks"]), name
-            assert row["phases"]["data"]["max"] >= 0.3 and row["phases"]["forward"]["min"] > 0
+            assert row["phases"]["data"]["max"] >= SLOW and row["phases"]["forward"]["min"] > 0
             if layout.world_size > 1:
-                assert row["straggler_seconds"] > 0.2
+                assert row["straggler_seconds"] > SLOW / 2
                 # The others wait for it, and say so.
                 waits = ["tp", "pp", "dp", "bubble"]
-                assert sum(row["phases"][name]["ranks"][0] for name in waits) > 0.2
+                assert sum(row["phases"][name]["ranks"][0] for name in waits) > SLOW / 2
             json.dumps(row, allow_nan=False)
 
 
