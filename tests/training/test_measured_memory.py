@@ -102,7 +102,7 @@ def test_kept_memory_counts_blocks_once_while_they_are_kept() -> None:
     assert kept.bytes == 0 and kept.peak == 2 * 4 * 8 * 4
 
 
-WIDTHS = "--hidden 64 --heads 4 --kv-heads 4 --ffn 192"
+WIDTHS = "--hidden 64 --heads 4 --kv-heads 2 --ffn 192"
 EIGHT_BITS = f"--tokenizer bytes --layers 8 {WIDTHS} --seq-len 16 --precision fp8 --global-batch 8 --micro-batch 1"
 COPIES = {
     Layout(): ["", "--recompute full", "--fp8-recipe delayed", "--zero 3"],
@@ -121,7 +121,7 @@ COPIES = {
         "--pp 2 --zero 3 --schedule dualpipe",
     ],
     # Four ranks share two key-value heads: k and v, which stay in bf16, are gathered as the norms are.
-    Layout(tp=4): ["--tp 4 --sp --zero 3 --fp8-keep k_proj v_proj --kv-heads 2"],
+    Layout(tp=4): ["--tp 4 --sp --zero 3 --fp8-keep k_proj v_proj"],
     Layout(tp=2, pp=2): [
         "--tp 2 --pp 2 --sp --zero 3 --schedule dualpipe",
         "--tp 2 --pp 2 --zero 3 --fp8-keep layers.0",
