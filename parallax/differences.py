@@ -113,9 +113,9 @@ def _odd_field(identity: Any) -> str | None:
     if not isinstance(identity, dict):
         return "identity"
     for part in ("options", "resolved", "model"):
-        if not isinstance(identity.get(part), dict):
+        if not isinstance(identity.get(part, {}), dict):
             return part
-    if not isinstance(identity["resolved"].get("init"), str | None):
+    if not isinstance(identity.get("resolved", {}).get("init"), str | None):
         return "init"
     files = identity.get("data_files", [])
     is_record = [

@@ -288,7 +288,7 @@ def test_the_same_folder_named_otherwise_is_the_same_start(tmp_path: Path, monke
     {
         "identity": lambda saved: [saved],
         "options": lambda saved: saved | {"options": 1},
-        "resolved": lambda saved: {name: value for name, value in saved.items() if name != "resolved"},
+        "resolved": lambda saved: saved | {"resolved": ["lr"]},
         "model": lambda saved: saved | {"model": "tiny"},
         "init": lambda saved: saved | {"resolved": saved["resolved"] | {"init": 7}},
         "data_files": lambda saved: saved | {"data_files": [["a.txt", 3, ["checksum"]]]},
