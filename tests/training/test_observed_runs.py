@@ -118,6 +118,7 @@ def _with_slow_messages(mesh: Mesh, commands: list[str], folder: str) -> list[li
 MESSAGE_SECONDS = 0.02
 
 
+@pytest.mark.slow
 def test_no_second_is_counted_twice_where_a_pair_waits_for_a_message(folder: Path) -> None:
     schedules = ("dualpipe", "dualpipev", "interleaved-paired")
     words = "--micro-batch 1 --pp 2 --steps 2 --warmup-steps 1 --log-every 1 --eval-every 0"
