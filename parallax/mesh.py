@@ -220,6 +220,13 @@ class Mesh:
         shared: Any = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore(f"parallax/{token}", shared.clone())
 
+    @staticmethod
+    def has_lost_store(error: RuntimeError) -> bool:
+        """Whether an error of a store of `make_store` says that nobody answers there any more, and not that it took long."""
+        import torch.distributed as dist
+
+        return isinstance(error, dist.DistNetworkError)
+
     def _communicating_world(self) -> Group | None:
         return self.world if self.connected else None
 

@@ -94,9 +94,10 @@ class Watch:
                 try:
                     self._post()
                     fault = self._store.check(["fault"])
-                except RuntimeError:
-                    store_is_there = False
-                    self._say_alone()
+                except RuntimeError as error:
+                    if self._mesh.has_lost_store(error):
+                        store_is_there = False
+                        self._say_alone()
             still = time.time() - self._journal.changed_at
             if still > self._limit:
                 self.stop_all(f"nothing has happened for {still:.0f} s")
