@@ -78,8 +78,7 @@ def measure(collective: str, size: int, shared: Group, gloo: Group) -> tuple[lis
 
     for group in (shared, gloo):
         seconds_per_call(once(group), shared, 2)
-    guess = torch.tensor([seconds_per_call(once(gloo), shared, 2)])
-    guess = all_reduce_(guess, shared, "max").item()
+    guess = all_reduce_(torch.tensor([seconds_per_call(once(gloo), shared, 2)]), shared, "max").item()
     calls = max(1, min(50, int(0.02 / guess)))
     rounds = max(5, min(50, int(SECONDS_PER_CASE / (guess * calls))))
     times: tuple[list[float], list[float]] = ([], [])

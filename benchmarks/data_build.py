@@ -164,10 +164,12 @@ def hugging_face(given: str | None, workers: int, corpus: Path, vocab_size: int)
 
     tokenizer = load_tokenizer(given)
     tokenizer.max_threads = 1
+    eos_id = tokenizer.eos_id
+    assert eos_id is not None, "documents end with it"
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
         arrays = tokenizer.encode_batch(batch["text"])
-        return {"input_ids": [np.append(ids, tokenizer.eos_id).astype(np.int32) for ids in arrays]}
+        return {"input_ids": [np.append(ids, eos_id).astype(np.int32) for ids in arrays]}
 
     with tempfile.TemporaryDirectory() as cache:
         data = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)

@@ -96,7 +96,7 @@ def sums(out: Path) -> dict[str, tuple[str, ...]]:
     """Return the checksums of the newest checkpoint's weights and optimizer states."""
     _, path = list_checkpoints(out / "checkpoints")[0]
     files = read_manifest(path).files
-    return {name: record.sha256 for name, record in files.items() if name.startswith(("model/", "optimizer/"))}
+    return {name: record.checksums for name, record in files.items() if name.startswith(("model/", "optimizer/"))}
 
 
 def losses(out: Path) -> list[tuple[int, float]]:

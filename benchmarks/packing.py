@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def main() -> None:
     )
     results = []
     for name, lengths, seq_len in cases:
-        rows, seconds = timed(lambda lengths=lengths, seq_len=seq_len: len(pack(lengths, seq_len)))
+        rows, seconds = timed(partial(number_of_rows, lengths, seq_len))
         counts = {"padding": len(lengths), "first_fit": first_fit(lengths, seq_len), "best_fit_decreasing": rows}
         filled = {kind: float(lengths.sum() / (count * seq_len)) for kind, count in counts.items()}
         shares = " | ".join(f"{share:.1%}" for share in filled.values())
@@ -81,6 +82,10 @@ def embedded_lengths(seq_len: int) -> np.ndarray:
     rows = prepare_chats(ChatOptions(eval_fraction=0), seq_len).train
     assert isinstance(rows, RowDataset)
     return rows.samples.lengths
+
+
+def number_of_rows(lengths: np.ndarray, seq_len: int) -> int:
+    return len(pack(lengths, seq_len))
 
 
 def timed(function: Callable[[], int]) -> tuple[int, float]:

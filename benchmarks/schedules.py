@@ -61,7 +61,7 @@ def run(plan: dict[str, Any], where: Any = None, bits_per_second: float | None =
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    places = nullcontext([([], {"MASTER_ADDR": "127.0.0.1"})] * world)
+    places = nullcontext([(list[str](), {"MASTER_ADDR": "127.0.0.1"})] * world)
     with where(world, bits_per_second) if where is not None else places as ranks:
         processes = [
             subprocess.Popen(
@@ -110,7 +110,7 @@ def efficiency(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def slower(factor: float, **more: int) -> dict[str, float]:
+def slower(factor: float, **more: int) -> dict[str, Any]:
     """Return what a task changes when everything takes `factor` times as long."""
     times = {name: 0.020 * factor for name in ("forward", "input_gradient", "weight_gradient")}
     return {**times, **more}

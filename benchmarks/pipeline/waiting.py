@@ -138,8 +138,8 @@ class WaitingStage(nn.Module):
         """Return the same computation cut where it communicates."""
         blocks = [
             (
-                into_columns(lambda tensor: (tensor,), self.tp, False),
-                out_of_rows(lambda tensor, weight=weight: (self._compute(weight, tensor),), self.tp, False),
+                into_columns(lambda tensor: (tensor,), self.tp, None),
+                out_of_rows(lambda tensor, weight=weight: (self._compute(weight, tensor),), self.tp, None),
             )
             for weight in self.weights
         ]
