@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import at_least
 from parallax.checkpoint import holdings
 from parallax.checkpoint.background import BackgroundSaver
 from parallax.checkpoint.load import load
@@ -270,9 +271,9 @@ def measure_plan(layout: Layout) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mib", type=int, default=300)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=at_least(1), default=300)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--plan", action="store_true")
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """Collectives and messages of ranks on one host: shared memory against gloo, in the same processes, interleaved.
 
     python -m benchmarks.collectives                     2, 4 and 8 ranks; 4 KiB, 512 KiB and 16 MiB of fp32
+    python -m benchmarks.collectives --ranks 2           as many as that alone
 
 For each collective, size and number of ranks: the time of one call in microseconds, minimum and median over the rounds, on
 rank 0, and the ratio of the medians. A round is a few calls of one and as many of the other, after a barrier. `message` is one
@@ -9,9 +10,9 @@ to a neighbour and back.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,12 +20,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from parallax.collectives import (
-    all_gather,
-    all_reduce_,
-    barrier,
-    reduce_scatter,
-)
+from benchmarks.options import at_least, run_or_exit
+from parallax.collectives import all_gather, all_reduce_, barrier, reduce_scatter
 from parallax.mesh import Group, Layout, Mesh, connect
 
 RANKS = (2, 4, 8)
@@ -104,11 +101,14 @@ def measure_all(shared: Group, gloo: Group) -> None:
 
 def main() -> None:
     if "RANK" not in os.environ:
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--ranks", type=at_least(2), nargs="+", default=RANKS, help="(default: 2 4 8)")
+        options = parser.parse_args()
         print(f"{os.cpu_count()} cores, torch {torch.__version__}; microseconds a call, ratio of the medians")
         print("ranks  collective         size   shared min    median   gloo min    median   ratio")
-        for ranks in RANKS:
+        for ranks in options.ranks:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            subprocess.run([*launcher, "-m", "benchmarks.collectives"], check=True)
+            run_or_exit([*launcher, "-m", "benchmarks.collectives"])
         return
     torch.set_num_threads(1)
     layout = Layout(dp=int(os.environ["WORLD_SIZE"]))

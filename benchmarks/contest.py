@@ -185,9 +185,11 @@ def _rank_main(
         enter(environment[NAMESPACE])  # while there is one thread: those that come later are where it is
     import torch
 
+    from parallax.host_memory import keep_freed_memory
     from parallax.mesh import connect
 
     torch.set_num_threads(comparison.threads)
+    keep_freed_memory()  # as a run does; all contestants of a process have its allocator
     with connect(comparison.layout, shared_memory=not links_are_limited) as mesh:
         result = work(mesh)
     if mesh.rank == 0:

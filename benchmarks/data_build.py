@@ -34,12 +34,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import at_least
 from parallax.data import IndexedDataset, load_tokenizer
 from parallax.data.build import BuildOptions, build
 from parallax.data.corpus import standard_library
 from parallax.data.encoding.pool import usable_cores
 from parallax.data.indexed.layout import index_dtype
 from parallax.data.tokenizers import Tokenizer
+from parallax.errors import ConfigError, exit_with_problems
 
 DOCUMENT_CHARACTERS = 3000  # about the median of web text
 
@@ -48,12 +50,18 @@ _tokenizer: Tokenizer  # of a process of a pool
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=40, help="size of the text (default: 40)")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes of each (default: the cores)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each has its turn (default: 3)")
+    parser.add_argument("--mib", type=at_least(1), default=40, help="size of the text (default: 40)")
+    parser.add_argument(
+        "--workers", type=at_least(1), default=usable_cores(), help="processes of each (default: the cores)"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="times that each has its turn (default: 3)")
     parser.add_argument("--tokenizer", metavar="PATH|bytes", help="as in pretrain.py")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
+    try:
+        load_tokenizer(options.tokenizer)
+    except ConfigError as error:
+        exit_with_problems(error.problems, parser.prog)
     machine = describe_machine()
     print("  ".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:

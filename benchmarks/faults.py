@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import at_least
 from parallax.checkpoint.find import list_checkpoints
 from parallax.checkpoint.manifest import read_manifest
 
@@ -106,8 +107,8 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kills", type=at_least(1), default=30)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options", default="--layers 2 --hidden 64 --seq-len 32")
     options = parser.parse_args()

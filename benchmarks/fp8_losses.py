@@ -14,10 +14,12 @@ nothing nearer than that can be told apart. The higher the learning rate, the fu
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.options import above_zero, at_least, run_or_exit
 
 ROOT = Path(__file__).parents[1]
 FP8 = ["--precision", "fp8", "--fp8-backend", "reference"]
@@ -36,7 +38,7 @@ TOLERANCE = 0.005
 def train(name: str, steps: int, every: int, learning_rate: float, out: Path) -> None:
     words = ["--steps", str(steps), "--eval-every", str(every), "--save-every", str(every)]
     words += ["--lr", str(learning_rate), "--out", str(out / name)]
-    subprocess.run([sys.executable, str(ROOT / "pretrain.py"), *RUNS[name], *words], check=True)
+    run_or_exit([sys.executable, str(ROOT / "pretrain.py"), *RUNS[name], *words])
 
 
 def rows_of(folder: Path) -> dict[int, dict[str, float]]:
@@ -97,14 +99,21 @@ def plot(runs: dict[str, dict[int, dict[str, float]]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--eval-every", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=LEARNING_RATE)
+    parser.add_argument("--steps", type=at_least(1), default=300)
+    parser.add_argument("--eval-every", type=at_least(1), default=50)
+    parser.add_argument("--lr", type=above_zero, default=LEARNING_RATE)
     parser.add_argument("--out", type=Path, default=Path("runs/fp8_losses"))
     parser.add_argument("--only", choices=RUNS, help="train only this one, and compare nothing")
     parser.add_argument("--no-train", action="store_true", help="compare what is there, of unfinished runs too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as .svg or .png")
     options = parser.parse_args()
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    missing = [name for name in RUNS if not (options.out / name / "metrics.jsonl").is_file()]
+    if options.no_train and missing:
+        parser.error(
+            f"--no-train: there is no run {', '.join(missing)} in {options.out}; leave it out, or give the runs' --out"
+        )
     for name in [] if options.no_train else [options.only] if options.only else RUNS:
         train(name, options.steps, options.eval_every, options.lr, options.out)
     if options.only:

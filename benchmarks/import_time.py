@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import at_least
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
@@ -38,7 +39,7 @@ COMMANDS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="processes for each figure (default: 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="processes for each figure (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     machine = describe_machine()

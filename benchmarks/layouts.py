@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contest import COMPARISONS, Comparison, Result, run_comparison, say
 from benchmarks.machine import describe_machine
+from benchmarks.options import above_zero, at_least, listed
+from benchmarks.pipeline.links import NoNamespaces
 from benchmarks.resident import peak_memory
 from parallax.models.config import flops_per_token
 
@@ -55,7 +57,10 @@ def main() -> None:
         for contestant in COMPARISONS[name].missing():
             say(f"  {contestant}: not installed (pip install {contestant})")
         started = time.perf_counter()
-        results[name] = run_comparison(comparison, task, options.rounds, options.gbit and options.gbit * 1e9)
+        try:
+            results[name] = run_comparison(comparison, task, options.rounds, options.gbit and options.gbit * 1e9)
+        except NoNamespaces as error:
+            sys.exit(f"not measured: {error}")
         say(f"  peak of matrix products: {results[name].peak_flops / 1e9:,.0f} GFLOP/s")
         if options.memory:
             memory[name] = peak_memory(comparison, task)
@@ -76,20 +81,17 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant (default: 8)")
+    parser.add_argument("--rounds", type=at_least(1), default=8, help="timed steps of each contestant (default: 8)")
     parser.add_argument("--only", default=",".join(COMPARISONS), help="layouts, with commas between (default: all)")
     parser.add_argument(
         "--memory", action="store_true", help="measure the memory too, for ten seconds of each contestant"
     )
-    parser.add_argument("--gbit", type=float, help="rate of each rank's link, in a network namespace of its own")
+    parser.add_argument("--gbit", type=above_zero, help="rate of each rank's link, in a network namespace of its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
-    options.only = options.only.split(",")
-    unknown = [name for name in options.only if name not in COMPARISONS]
-    if unknown:
-        parser.error(f"--only {','.join(unknown)} is unknown; use {', '.join(COMPARISONS)}")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} must be at least 1")
+    options.only = listed(parser, "--only", options.only, COMPARISONS)
+    if options.memory and not Path("/proc/self/clear_refs").exists():
+        parser.error("--memory reads /proc/self, which only Linux has; leave it out")
     return options
 
 
@@ -120,8 +122,11 @@ def rows_of(comparison: Comparison, result: Result, task: Task) -> dict[str, dic
         share = rates[-1] * flops_per_token(task.model, task.seq_len) / result.peak_flops
         rows[name] = {"best": rates[-1], "median": middle, "share_of_peak": share}
         if name in comparison.ours:
-            rows[name]["ratio_best"] = result.ratio_of_bests(name, comparison.rivals_of(name))
-            rows[name]["ratio_median"] = result.median_ratio(name, comparison.rivals_of(name))
+            rivals = tuple(
+                peer for peer in comparison.rivals_of(name) if peer in result.seconds
+            )  # those that are installed
+            rows[name]["ratio_best"] = result.ratio_of_bests(name, rivals)
+            rows[name]["ratio_median"] = result.median_ratio(name, rivals)
     return rows
 
 

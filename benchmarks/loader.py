@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import above_zero, at_least, run_or_exit
 from parallax.data import BatchLoader, DataOptions, prepare_data
 from parallax.data.build import BuildOptions, build
 from parallax.data.corpus import standard_library
@@ -33,8 +33,8 @@ GLOBAL_BATCH, MICRO_BATCH = 64, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens in a sample (default: 128)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each kind of batches (default: 2)")
+    parser.add_argument("--seq-len", type=at_least(1), default=128, help="tokens in a sample (default: 128)")
+    parser.add_argument("--seconds", type=above_zero, default=2.0, help="for each kind of batches (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     machine = describe_machine()
@@ -82,7 +82,7 @@ def training_speed(seq_len: int, folder: Path) -> float:
     words = f"--steps 8 --seq-len {seq_len} --eval-every 0 --out {folder / 'run'}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "pretrain.py", *words.split()]
-    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
+    run_or_exit(command, folder=ROOT, environment=environment, quiet=True)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(line)["tokens_per_second"] for line in lines[1:])
 

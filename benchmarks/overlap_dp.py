@@ -27,8 +27,9 @@ from statistics import median
 from typing import Any
 
 # Running a file puts its own folder on the search path, and the checkout need not be installed.
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.options import above_zero, at_least
 
 SIDE = 512  # of a block's square matrix: 1 MiB of fp32
 CONTESTANTS = {
@@ -43,15 +44,18 @@ CONTESTANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gbit", type=float, default=1.0, help="rate of each rank's link")
+    parser.add_argument("--ranks", type=at_least(2), default=2)
+    parser.add_argument("--gbit", type=above_zero, default=1.0, help="rate of each rank's link")
     parser.add_argument(
-        "--forward", type=float, default=0.010, help="seconds of a block's forward; its backward has twice that"
+        "--forward", type=above_zero, default=0.010, help="seconds of a block's forward; its backward has twice that"
     )
     parser.add_argument(
-        "--blocks", type=int, default=24, help="what is sent for the last one in backward can't be hidden by any other"
+        "--blocks",
+        type=at_least(1),
+        default=24,
+        help="what is sent for the last one in backward can't be hidden by any other",
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--only", default="", help="contestants that have this in their name")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -60,6 +64,8 @@ def main() -> None:
     if options.rank is not None:
         measure(json.loads(options.rank))
         return
+    if not any(options.only in name for name in CONTESTANTS):
+        parser.error(f"--only {options.only} is in no contestant's name; they are {', '.join(CONTESTANTS)}")
     from benchmarks.machine import describe_machine
     from benchmarks.pipeline.links import NoNamespaces
 

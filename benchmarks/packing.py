@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import at_least
 from parallax.data.chat.options import ChatOptions
 from parallax.data.chat.prepare import prepare_chats
 from parallax.data.packing import RowDataset, pack
@@ -47,7 +48,9 @@ def first_fit(lengths: np.ndarray, capacity: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=20_000, help="drawn from each distribution (default: 20000)")
+    parser.add_argument(
+        "--samples", type=at_least(1), default=20_000, help="drawn from each distribution (default: 20000)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     machine = describe_machine()

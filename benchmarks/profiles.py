@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contest import COMPARISONS, run_world, say
 from benchmarks.machine import describe_machine
+from benchmarks.options import listed
 from parallax.mesh import Mesh
 from parallax.models.config import layer_matrix_parameters
 
@@ -47,7 +48,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(COMPARISONS), help="layouts, with commas between (default: all)")
     parser.add_argument("--contestants", help="of each layout only these, with | between (default: all)")
     options = parser.parse_args()
-    names, wanted = options.only.split(","), options.contestants
+    names = listed(parser, "--only", options.only, COMPARISONS)
+    there = {each: None for name in names for each in COMPARISONS[name].possible().contestants}
+    wanted = (
+        list(there) if options.contestants is None else listed(parser, "--contestants", options.contestants, there, "|")
+    )
     from benchmarks.task import Task
 
     task = Task()
@@ -56,7 +61,9 @@ def main() -> None:
     say("|---|---|---|" + "---|" * (len(KINDS) + 1))
     for name in names:
         comparison = COMPARISONS[name].possible()
-        contestants = tuple(each for each in comparison.contestants if wanted is None or each in wanted.split("|"))
+        contestants = tuple(each for each in comparison.contestants if each in wanted)
+        if not contestants:
+            continue
         profiles = run_world(comparison, partial(_profile_all, task=task, names=contestants))
         for contestant, (seconds, shares, speed) in profiles.items():
             cells = " | ".join(f"{shares[kind]:.0%}" for kind in KINDS)

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
-from benchmarks.real_model import layout_of
+from benchmarks.options import at_least
+from benchmarks.real_model import check, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +72,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a Hugging Face model's folder")
     parser.add_argument("--layouts", default="1", help="with commas between, as in 1,tp3,pp2 (default: 1)")
-    parser.add_argument("--chats", type=int, default=200, help="how many (default: 200)")
-    parser.add_argument("--rows", type=int, default=3, help="in a step (default: 3)")
-    parser.add_argument("--steps", type=int, default=20, help="(default: 20)")
+    parser.add_argument("--chats", type=at_least(1), default=200, help="how many (default: 200)")
+    parser.add_argument("--rows", type=at_least(1), default=3, help="in a step (default: 3)")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="(default: 20)")
     options = parser.parse_args()
-    options.layouts = options.layouts.split(",")
+    check(parser, options)
     options.folder = options.folder.resolve()
     return options
 

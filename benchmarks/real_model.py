@@ -12,6 +12,7 @@ when every logit is within 1e-4, absolute or relative. One that the model does n
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -66,13 +67,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layouts", default="1,tp3,pp2,tp2", help="with commas between (default: 1,tp3,pp2,tp2)")
     parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)  # of one rank of a layout, as this file starts it
     options = parser.parse_args()
+    check(parser, options)
+    return options
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the command if its folder is no model's, or a layout is none; else make a list of `options.layouts`."""
     options.layouts = options.layouts.split(",")
     for layout in options.layouts:
         if not re.fullmatch(r"1|(tp[1-9]\d*)?(pp[1-9]\d*)?", layout) or not layout:
             parser.error(f"--layouts {layout} is unknown; write 1, tp2, pp2 or tp2pp2")
     if not (options.folder / "config.json").is_file():
         parser.error(f"{options.folder} holds no config.json; give a Hugging Face model's folder")
-    return options
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("it is compared with transformers, which is not installed: pip install transformers")
 
 
 def layout_of(name: str) -> Layout:

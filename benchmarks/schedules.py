@@ -17,39 +17,53 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 # Running a file puts its own folder on the search path, and the checkout need not be installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.options import above_zero, at_least, listed
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 RANKS = 4
+OVER_LINKS = ("1f1b", "1f1b-eager", "zb-h1", "dualpipe")  # of our schedules
+OVERLAPPED = ("1f1b", "dualpipe", "dualpipev")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("efficiency", "links", "overlap", "all"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slower", type=float, default=1.0, help="multiply all times, for a machine that is busy")
-    parser.add_argument("--only", help="schedules, with commas between", default="")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--slower", type=above_zero, default=1.0, help="multiply all times, for a machine that is busy")
+    parser.add_argument("--only", help="schedules, with commas between (default: all of a table)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     from benchmarks.machine import describe_machine
     from benchmarks.pipeline.links import NoNamespaces
+    from parallax.pipeline.schedules import ALL_SCHEDULES
 
+    tables: dict[str, tuple[Callable[..., list[dict[str, Any]]], Sequence[str]]] = {
+        "efficiency": (efficiency, list(ALL_SCHEDULES)),
+        "links": (links, OVER_LINKS),
+        "overlap": (overlap, OVERLAPPED),
+    }
+    tables = {name: table for name, table in tables.items() if options.table in (name, "all")}
+    known = dict.fromkeys(schedule for _, schedules in tables.values() for schedule in schedules)
+    wanted = set(known if options.only is None else listed(parser, "--only", options.only, known))
     machine = describe_machine()
     print("  ".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
-    tables = {"efficiency": efficiency, "links": links, "overlap": overlap}
     found: dict[str, Any] = {"machine": machine}
-    for name, table in tables.items():
-        if options.table in (name, "all"):
-            try:
-                found[name] = table(options)
-            except NoNamespaces as error:
-                print(f"\n{name}: not measured: {error}", flush=True)
+    for name, (table, schedules) in tables.items():
+        try:
+            if wanted.intersection(schedules):
+                found[name] = table(options, [schedule for schedule in schedules if schedule in wanted])
+        except NoNamespaces as error:
+            print(f"\n{name}: not measured: {error}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -94,15 +108,20 @@ def simulated(name: str, micro_batches: int, task: Any, **links: Any) -> float:
     return simulate(schedule, costs_of(task, schedule, **links)).makespan
 
 
-def efficiency(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every schedule on plain loopback."""
-    from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Task
-    from parallax.pipeline.schedules import ALL_SCHEDULES
+def theirs(options: argparse.Namespace) -> list[str]:
+    """Return torch's schedules: all, or those that are ours of --only."""
+    from benchmarks.pipeline.contestants import TORCH_SCHEDULES
 
-    names = [name for name in ALL_SCHEDULES if not options.only or name in options.only.split(",")]
+    return [name for name, ours in TORCH_SCHEDULES.items() if options.only is None or ours in options.only.split(",")]
+
+
+def efficiency(options: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """Every schedule on plain loopback."""
+    from benchmarks.pipeline.contestants import Task
+
     task = slower(options.slower)
     contestants = [["parallax", name, m, task] for m in (8, 16) for name in names]
-    contestants += [["torch", name, m, task] for m in (8, 16) for name in TORCH_SCHEDULES]
+    contestants += [["torch", name, m, task] for m in (8, 16) for name in theirs(options)]
     rows = []
     for who, name, m, _, seconds in run({"pp": RANKS, "contestants": contestants, "rounds": options.rounds}):
         rows.append(row(who, name, m, median(seconds), simulated(name, m, Task(**task))))
@@ -133,15 +152,15 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         )
 
 
-def links(options: argparse.Namespace) -> list[dict[str, Any]]:
+def links(options: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Messages that take half a forward."""
-    from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Task
+    from benchmarks.pipeline.contestants import Task
     from benchmarks.pipeline.links import namespaces
 
     sizes = slower(options.slower, rows=16, width=1024)  # 64 KiB
     task, rate = Task(**sizes), Task(**sizes).message_bytes * 8 / (0.010 * options.slower)
-    contestants = [["parallax", name, 8, sizes] for name in ("1f1b", "1f1b-eager", "zb-h1", "dualpipe")]
-    contestants += [["torch", name, 8, sizes] for name in TORCH_SCHEDULES]
+    contestants = [["parallax", name, 8, sizes] for name in names]
+    contestants += [["torch", name, 8, sizes] for name in theirs(options)]
     plan = {"pp": RANKS, "contestants": contestants, "rounds": options.rounds}
     rows = []
     for who, name, m, _, seconds in run(plan, namespaces, rate):
@@ -151,7 +170,7 @@ def links(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
+def overlap(options: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Show what of the communication is hidden: of pp's messages with 4 stages, of tp's sums with 2 stages of 2 ranks.
 
     A micro-batch takes a rank 60 ms of computing and 20 ms of communication: two messages of 10 ms, or four sums of 5 ms.
@@ -169,9 +188,6 @@ def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     rows, micro_batches = [], 32
     for kind, (pp, tp, changes, rate) in kinds.items():
-        names = [
-            name for name in ("1f1b", "dualpipe", "dualpipev") if not options.only or name in options.only.split(",")
-        ]
         contestants = [["parallax", name, micro_batches, changes] for name in names]
         plan = {"pp": pp, "tp": tp, "contestants": contestants, "rounds": options.rounds}
         free, limited = run(plan, namespaces, None), run(plan, namespaces, rate)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import layouts
 from benchmarks.contest import CHECKED_STEPS, COMPARISONS, Result, compete
 from benchmarks.task import Task
 from parallax.mesh import Layout, Mesh
@@ -65,6 +66,19 @@ def test_a_peer_whose_package_is_missing_is_left_out(monkeypatch: pytest.MonkeyP
     comparison = COMPARISONS["tp2"]
     assert comparison.missing() == ["megatron-core"]
     assert comparison.possible().peers == ("DTensor",) and comparison.possible().ours == comparison.ours
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_table_does_without_a_peer_that_did_not_run(name: str) -> None:
+    comparison = COMPARISONS[name]
+    ran = [contestant for contestant in comparison.contestants if contestant != "megatron-core"]
+    result = Result(
+        {each: [1.0] for each in ran}, {each: [1.0 if each in comparison.ours else 2.0] for each in ran}, 1e9
+    )
+    rows = layouts.figures({name: result}, TINY)[name]["tokens_per_second"]
+    assert rows.keys() == set(ran)
+    assert all(rows[ours]["ratio_best"] == rows[ours]["ratio_median"] == 2.0 for ours in comparison.ours)
+    assert "| 2.00 | 2.00 |" in layouts.table({name: result}, TINY, {})
 
 
 def test_a_stage_of_zero_is_compared_with_peers_that_divide_as_much() -> None:

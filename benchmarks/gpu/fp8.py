@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.machine import describe_machine
+from benchmarks.options import run_or_exit
 from parallax.precision.backends.choose import candidates
 from parallax.precision.products import Products
 from parallax.precision.recipe import Recipe
@@ -91,11 +91,13 @@ def step() -> None:
     for precision in ("bf16", "fp8"):
         with tempfile.TemporaryDirectory() as out:
             command = [sys.executable, str(ROOT / "pretrain.py"), *words, "--precision", precision, "--out", out]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            run_or_exit(command, quiet=True)
             rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()][-10:]
-        seconds, mfu = median(row["step_seconds"] for row in rows), median(row["mfu"] for row in rows)
+        seconds = median(row["step_seconds"] for row in rows)
+        shares = [row["mfu"] for row in rows if row["mfu"] is not None]
+        mfu = f"{median(shares):.1%} of the bf16 peak" if shares else "unknown"
         memory = max(row["memory_bytes"] for row in rows) / 2**30
-        print(f"{precision}: {1000 * seconds:.0f} ms a step, MFU {mfu:.1%} of the bf16 peak, {memory:.1f} GiB")
+        print(f"{precision}: {1000 * seconds:.0f} ms a step, MFU {mfu}, {memory:.1f} GiB")
 
 
 def main() -> None:
