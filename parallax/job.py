@@ -18,6 +18,7 @@ from parallax.data.loader import BatchLoader, Samples
 from parallax.data.tokenizers import Tokenizer
 from parallax.differences import changes_that_matter
 from parallax.errors import EXIT_INTERRUPTED, ConfigError, Stop, exit_with_problems
+from parallax.host_memory import keep_freed_memory
 from parallax.mesh import Mesh, connect
 from parallax.training.lr import learning_rate
 
@@ -105,6 +106,8 @@ def train(config: RunConfig, data: Prepared, objective: Objective, mesh: Mesh) -
     from parallax.training.checkpoints import Resume, agree
     from parallax.training.run_lock import only_run_in
 
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     identity = config.to_dict() | {"data": data.train.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     agree(identity | {"initial weights": str(config.init)}, mesh)
     identity["data_files"] = data.files

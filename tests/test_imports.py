@@ -18,7 +18,14 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up; a module belongs to the longest prefix that fits. A part may import itself and every lower level.
 LEVELS: list[set[str]] = [
-    {"parallax.errors", "parallax.flags", "parallax.dtypes", "parallax.journal", "parallax.storage"},
+    {
+        "parallax.errors",
+        "parallax.flags",
+        "parallax.host_memory",
+        "parallax.dtypes",
+        "parallax.journal",
+        "parallax.storage",
+    },
     {"parallax.kernels"},
     # Schedules and all that is known of one without running it.
     {

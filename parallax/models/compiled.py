@@ -23,13 +23,13 @@ from parallax.models.decoder import DecoderStage
 def _rotated_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """`[batch, seq, heads, head_dim]`, with queries and keys to be rotated by `[seq, 1, head_dim/2]`."""
+    """`[batch, seq, heads, head_dim]`, with queries and keys to be rotated by `[seq, 1, head_dim]`."""
     return causal_attention(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
 
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = heads.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return heads * cos + torch.cat([second, first], -1) * sin
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

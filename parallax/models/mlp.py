@@ -28,7 +28,13 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
+        if gate.dtype.itemsize < 4:  # rounded once, not after each operation
+            return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
+        # One exponential for both: with s = sigmoid(x), silu(x) = x s and silu'(x) = s + x s (1 - s), which is
+        # between 1 and x s as s says.
+        sigmoid = torch.sigmoid(gate)
+        grad_up = torch.mul(gate, sigmoid).mul_(gradient)
+        return torch.lerp(grad_up, gradient, sigmoid).mul_(up), grad_up
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

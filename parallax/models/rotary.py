@@ -17,21 +17,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, -sin), None, None
+        # Of the pair, each takes of the other what it gave to it: the other way round is the other sign.
+        return rotated(gradient, cos, -sin), None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    half = first.shape[-1]
-    torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=result[..., half:]).addcmul_(first, sin)
-    return result
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return `[..., head_dim]` rotated: each element times its cosine, and its partner times the sine with that one's sign.
+
+    Whole heads at a time: on a CPU, halves of 16 or 32 numbers took half as long again.
+    """
+    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class RotaryEmbedding(nn.Module):
@@ -49,7 +49,7 @@ class RotaryEmbedding(nn.Module):
         self._last: tuple[torch.Tensor | None, torch.dtype | None, Any] = (None, None, None)
 
     def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of positions 0 .. length - 1, `[length, 1, head_dim/2]`."""
+        """Return cosines and signed sines of positions 0 .. length - 1 for `rotated`, `[length, 1, head_dim]`."""
         key = (length, device, dtype)
         if key not in self._tables:
             self._tables[key] = self._cos_sin(torch.arange(length, device=device), dtype)
@@ -66,13 +66,14 @@ class RotaryEmbedding(nn.Module):
         return _Rotate.apply(heads, cos, sin)
 
     def _cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions `[...]` to `[..., 1, head_dim/2]` twice; the 1 stands for the heads."""
+        """Positions `[...]` to `[..., 1, head_dim]` twice; the 1 stands for the heads. Sines of first halves are negative."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = inverse_frequencies(self.config).to(device)
         angles = positions.float().unsqueeze(-1) * self._frequencies[device]
-        return angles.to(wide).cos().to(dtype).unsqueeze(-2), angles.to(wide).sin().to(dtype).unsqueeze(-2)
+        cos, sin = angles.to(wide).cos().to(dtype), angles.to(wide).sin().to(dtype)
+        return torch.cat([cos, cos], -1).unsqueeze(-2), torch.cat([-sin, sin], -1).unsqueeze(-2)
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:

@@ -40,13 +40,13 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         input, weight, inverse = ctx.saved_tensors
-        gradient = grad_output.to(inverse.dtype)
-        normalised = input.to(inverse.dtype) * inverse
-        product = gradient * normalised
+        wide = input.to(inverse.dtype)
+        scaled = grad_output * inverse
+        product = scaled * wide
         grad_weight = product.reshape(-1, product.shape[-1]).sum(0)
         # d/dx of x / rms(x): the part of the gradient along x itself drops out.
-        along = (product @ weight.to(inverse.dtype)).div_(input.shape[-1]).unsqueeze(-1)
-        grad_input = torch.mul(gradient, weight, out=product).sub_(normalised.mul_(along)).mul_(inverse)
+        along = (product @ weight.to(inverse.dtype)).unsqueeze(-1).mul_(inverse).mul_(inverse)
+        grad_input = scaled.mul_(weight).addcmul_(wide, along, value=-1 / input.shape[-1])
         if ctx.sink is not None:
             if ctx.needs_input_grad[1]:
                 ctx.sink.add(lambda total: total.add_(grad_weight))
