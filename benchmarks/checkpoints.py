@@ -1,6 +1,6 @@
 """Saving and loading against the disk's own bandwidth and torch.distributed.checkpoint, in the same processes, taking turns.
 
-    python -m benchmarks.checkpoints                        2 ranks of dp, 300 MiB of weights and optimizer states
+    python -m benchmarks.checkpoints                        2 ranks of dp, ZeRO 1, 300 MiB of weights and optimizer states
     python -m benchmarks.checkpoints --mib 1000 --ranks 1 --folder /mnt/fast
     python -m benchmarks.checkpoints --plan                 how long thousands of ranks plan the save of a 70B model
 
@@ -87,7 +87,7 @@ class Contest:
         ).values()
         self.mesh, self.folder = mesh, folder
         named = list(named_parameters_with_facts(stage))
-        self.optimizer = ShardedAdamW(GradientBuckets(named, mesh, zero=0, scopes=[stage.scopes]))
+        self.optimizer = ShardedAdamW(GradientBuckets(named, mesh, zero=1))
         self.parts = CheckpointParts(config, named, self.optimizer)
         self.state = {name: parameter.detach() for name, parameter, _ in named}
         for name, _, _ in named:
@@ -95,7 +95,8 @@ class Contest:
                 for kind in ("exp_avg", "exp_avg_sq"):
                     piece.tensors[kind].uniform_()
                     self.state[f"{name}.{kind}.{piece.start}"] = piece.tensors[kind]
-        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.state.values())
+        # The weights, and two moments of as many numbers, of which each rank has its part.
+        self.num_bytes = 3 * sum(parameter.numel() * parameter.element_size() for _, parameter, _ in named)
         share = self.num_bytes // mesh.layout.world_size
         self.plain = torch.randint(0, 255, (share,), dtype=torch.uint8).numpy().data
         self.saver = BackgroundSaver(folder / "background", self.parts, mesh)
@@ -178,7 +179,9 @@ RATIOS = {
 
 
 def report(contest: Contest, results: Sequence[Mapping[str, float]]) -> None:
-    print(f"{contest.num_bytes / 2**20:.0f} MiB, {contest.mesh.layout.world_size} ranks of dp, {len(results)} rounds")
+    print(
+        f"{contest.num_bytes / 2**20:.0f} MiB, {contest.mesh.layout.world_size} ranks of dp with ZeRO 1, {len(results)} rounds"
+    )
     print(f"up to {contest.saver.peak_bytes / 2**20:.0f} MiB more memory on a rank for saves in the background")
     print(f"{'':20}{'seconds':>9}{'MiB/s':>9}   time over that of")
     for name in results[0]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from parallax.checkpoint import blocks
 from parallax.checkpoint.blocks import BlockHasher, block_of, checksum, cut
@@ -19,27 +21,34 @@ READ_BYTES = 4 << 20
 class HashingFile:
     """A new file, written from front to back, hashed on the way and synced at its end.
 
-    Large parts are hashed by a thread while they are written.
+    Large parts are hashed by a thread while they are written. num_bytes: of the whole file; when they are there a thread has the
+    disk take them, beside what is written to other files.
     """
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Location, num_bytes: int | None = None) -> None:
         self._file = path.create() if isinstance(path, RemotePath) else path.open("xb", buffering=0)
-        self._hasher: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
         self._hash = BlockHasher()
-        self._size = 0
+        self._size, self._num_bytes = 0, num_bytes
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`; raise OSError when the disk does not take all of it."""
         if len(data) < READ_BYTES:
             self._hash.update(data)
             self._write(data)
-            return
-        self._hasher = self._hasher or ThreadPoolExecutor(1, "hash")
-        hashing = self._hasher.submit(self._hash.update, data)
-        try:
-            self._write(data)
-        finally:
-            hashing.result()  # its caller may reuse the memory
+        else:
+            hashing = self._in_thread(self._hash.update, data)
+            try:
+                self._write(data)
+            finally:
+                hashing.result()  # its caller may reuse the memory
+        if self._size == self._num_bytes and not isinstance(self._file, RemoteFile):
+            self._syncing = self._in_thread(os.fsync, self._file.fileno())
+
+    def _in_thread(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        self._thread = self._thread or ThreadPoolExecutor(1, "file")
+        return self._thread.submit(function, *arguments)
 
     def _write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
@@ -51,6 +60,8 @@ class HashingFile:
         """Wait until the disk, or the storage, holds the file; return what the manifest says of it."""
         if isinstance(self._file, RemoteFile):
             self._file.complete()
+        elif self._syncing is not None:
+            self._syncing.result()
         else:
             os.fsync(self._file.fileno())
         self.abandon()
@@ -58,13 +69,13 @@ class HashingFile:
 
     def abandon(self) -> None:
         """Close the file as it is."""
+        if self._thread is not None:
+            self._thread.shutdown()  # before the descriptor that it may be syncing is another file's
+            self._thread = None
         if isinstance(self._file, RemoteFile):
             self._file.abandon()
         else:
             self._file.close()
-        if self._hasher is not None:
-            self._hasher.shutdown()
-            self._hasher = None
 
 
 def write_file(path: Location, content: bytes) -> FileRecord:

@@ -56,6 +56,10 @@ class FilePlan:
     header: bytes
     entries: dict[str, Entry]
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(target.num_bytes for target in self.targets)
+
 
 @dataclass(frozen=True)
 class Move:
@@ -141,7 +145,10 @@ def divide_into_files(stem: str, targets: Sequence[Target]) -> list[list[Target]
 
 
 def plan_files(groups: dict[str, Sequence[Target]], sources: Sources) -> list[FilePlan]:
-    """Return all files, `stem` to its targets given, each with a writer that holds some of it, bytes balanced."""
+    """Return all files, `stem` to its targets given.
+
+    Each is written by who holds the most of it, of those that write less than their share of all bytes yet; else by who writes least.
+    """
     named = []
     for stem, targets in groups.items():
         files = divide_into_files(stem, targets)
@@ -149,16 +156,38 @@ def plan_files(groups: dict[str, Sequence[Target]], sources: Sources) -> list[Fi
             # Wide types first, so that every tensor is aligned to its own type.
             content = sorted(content, key=lambda target: -ITEM_BYTES[target.dtype])
             named.append((f"{stem}-{number:05d}-of-{len(files):05d}.safetensors", content))
+    sizes = {name: sum(target.num_bytes for target in content) for name, content in named}
+    held = {name: _held_bytes(content, sources) for name, content in named}
+    share = sum(sizes.values()) / len({rank for counts in held.values() for rank in counts})
+
+    def is_anyones(name: str) -> bool:
+        return len(set(held[name].values())) == 1
+
     loads: Counter[int] = Counter()
     plans = {}
-    for name, content in sorted(named, key=lambda item: -sum(target.num_bytes for target in item[1])):
-        groups_of_ranks = {share.ranks for target in content for key in target.sources for share in sources[key].shares}
-        holders = {rank for ranks in groups_of_ranks for rank in ranks}
-        writer = min(holders, key=lambda rank: (loads[rank], rank))
-        loads[writer] += sum(target.num_bytes for target in content)
+    # What all have in the same way comes last and evens out.
+    for name, content in sorted(named, key=lambda item: (is_anyones(item[0]), -sizes[item[0]])):
+        counts = held[name]
+        able = [rank for rank in counts if loads[rank] < share]
+        writer = min(able or counts, key=lambda rank: (-counts[rank] if able else 0, loads[rank], rank))
+        loads[writer] += sizes[name]
         header, entries = make_header([(target.name, target.dtype, target.shape) for target in content])
         plans[name] = FilePlan(name, writer, content, header, entries)
     return [plans[name] for name, _ in named]
+
+
+def _held_bytes(targets: Sequence[Target], sources: Sources) -> Counter[int]:
+    """Return how many bytes of the targets, padding included, each rank that holds any has itself."""
+    by_ranks: Counter[tuple[int, ...]] = Counter()
+    for target in targets:
+        for key in target.sources:
+            for share in sources[key].shares:
+                by_ranks[share.ranks] += (share.stop - share.start) * ITEM_BYTES[target.dtype]
+    held: Counter[int] = Counter()
+    for ranks, count in by_ranks.items():
+        for rank in ranks:
+            held[rank] += count
+    return held
 
 
 def units_of(file: FilePlan, sources: Sources) -> Iterator[Unit]:

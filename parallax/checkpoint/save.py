@@ -163,7 +163,7 @@ class _Writer:
 
     def _append(self, file: FilePlan, content: bytes | memoryview = b"") -> None:
         if file.name not in self._opened:
-            self._opened[file.name] = HashingFile(self._folder / file.name)
+            self._opened[file.name] = HashingFile(self._folder / file.name, file.num_bytes)
             self._opened[file.name].write(file.header)
         self._opened[file.name].write(content)
 

@@ -111,3 +111,15 @@ def test_a_main_param_of_the_parameters_own_type_is_not_stored_again() -> None:
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, ["main_param"])):
         _, rows = describe(build_parts(single_process_mesh(), LLAMA, zero=0, seed=1, dtype=dtype))
         assert rows and all(sorted(row[1]) == ["exp_avg", "exp_avg_sq", *expected] for row in rows)
+
+
+def test_a_file_is_written_by_who_holds_most_of_it() -> None:
+    """Of each file, a rank holds nine tenths, and the other the rest, as where ZeRO cuts a bucket."""
+    targets = [plan.Target(f"t{i}", "F32", (1000,), ((f"t{i}", ""),)) for i in range(6)]
+    most_of = [0, 0, 1, 1, 0, 1]
+    sources: Sources = {}
+    for target, most in zip(targets, most_of, strict=True):
+        shares = [Share((most,), None, 0, 900), Share((1 - most,), None, 900, 1000)]  # type: ignore[arg-type]
+        sources[target.name, ""] = Source("F32", (1000,), shares)
+    groups = {f"model/{target.name}": [target] for target in targets}
+    assert [file.writer for file in plan.plan_files(groups, sources)] == most_of

@@ -1,9 +1,11 @@
 """A save that cannot be finished ends in the same error on every rank and leaves nothing; one that is killed, nothing
 that is taken for a checkpoint."""
 
+import errno
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,26 @@ def test_a_state_that_is_no_json_is_refused_before_anything_is_written(tmp_path:
     with pytest.raises(TypeError):
         save(tmp_path, 100, parts, mesh)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_while_it_takes_a_file_in_the_background_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems tell of a full disk only then. The threads that sync the files of tensors must be heard."""
+    plain, failed_in = os.fsync, []
+
+    def fails(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            failed_in.append(threading.current_thread().name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(descriptor)
+
+    mesh = single_process_mesh()
+    parts = build_parts(mesh, LLAMA, zero=1, seed=1, fill=True)
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(ConfigError, match=r"cannot write the checkpoint .*No space left on device"):
+        save(str(tmp_path / "run"), 100, parts, mesh)
+    assert failed_in and list((tmp_path / "run").iterdir()) == []
+    monkeypatch.undo()
+    save(str(tmp_path / "run"), 100, parts, mesh)
+    assert verify(tmp_path / "run" / "step-00000100") == []
