@@ -147,7 +147,7 @@ def divide_into_files(stem: str, targets: Sequence[Target]) -> list[list[Target]
 def plan_files(groups: dict[str, Sequence[Target]], sources: Sources) -> list[FilePlan]:
     """Return all files, `stem` to its targets given.
 
-    Each is written by who holds the most of it, of those that write less than their share of all bytes yet; else by who writes least.
+    Each is written by who holds the most of it, of those that write less than their share of all; else by who writes least.
     """
     named = []
     for stem, targets in groups.items():
