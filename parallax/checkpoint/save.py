@@ -35,16 +35,20 @@ from parallax.models.hugging_face_config import to_hugging_face
 from parallax.storage import Location, location
 
 
-def save(folder: str | Location, step: int, parts: CheckpointParts, mesh: Ranks) -> Location:
+def save(
+    folder: str | Location, step: int, parts: CheckpointParts, mesh: Ranks, plan: SavePlan | None = None
+) -> Location:
     """Save the run as `folder/step-N` and return that; called by all ranks, which all see the same file system or address.
 
-    A checkpoint of the same step is replaced. Needs up to 300 MiB of memory beside what the run holds, or four times the
+    A checkpoint of the same step is replaced. plan: what `make_plan` returned for an earlier step of the run, which for a large one
+    takes seconds; None to make it. Needs up to 300 MiB of memory beside what the run holds, or four times the
     largest tensor where tensors are not stored as they are (GPT-2's transposed weights).
 
     Raises ConfigError, the same on all ranks, when a rank cannot write; then nothing is left of the attempt.
     """
     content = small_files(step, parts)  # on every rank, so that a state that is no JSON is every rank's error
-    return write(location(folder), step, content, parts, make_plan(parts, mesh), LocalTensors(parts), mesh)
+    plan = plan or make_plan(parts, mesh)
+    return write(location(folder), step, content, parts, plan, LocalTensors(parts), mesh)
 
 
 @dataclass

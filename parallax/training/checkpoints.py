@@ -17,7 +17,7 @@ from parallax.checkpoint.names import MANIFEST, STATE, step_of
 from parallax.checkpoint.parts import CheckpointParts
 from parallax.checkpoint.place import remove
 from parallax.checkpoint.retention import replaced_checkpoints
-from parallax.checkpoint.save import save
+from parallax.checkpoint.save import SavePlan, make_plan, save
 from parallax.collectives import gather_json
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
@@ -187,6 +187,7 @@ class Checkpoints:
         self._root, self._parts, self._identity, self._mesh = root, parts, identity, mesh
         self._safety, self._lock, self._say = safety, lock, say
         self._saver: BackgroundSaver | None = None
+        self._plan: SavePlan | None = None  # where there is no saver, which has one
         # Before the first step: the launcher, which has what new groups need, may be gone by the first save.
         self._group = None if safety.sync_save else mesh.make_host_group("saves")
 
@@ -197,7 +198,8 @@ class Checkpoints:
         if self._parts.scales is not None:
             self._parts.state["fp8"] = gather_scales(self._parts.scales, self._mesh)
         if self._safety.sync_save:
-            save(self._root, state.step, self._parts, self._mesh)
+            self._plan = self._plan or make_plan(self._parts, self._mesh)
+            save(self._root, state.step, self._parts, self._mesh, self._plan)
             if self._mesh.rank == 0:
                 self._remove_replaced(state.step)
             return
