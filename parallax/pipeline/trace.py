@@ -126,6 +126,10 @@ class Trace:
         """End of the last action, in seconds."""
         return max(event.end for _, event in self.events(RUN))
 
+    def busy(self) -> list[float]:
+        """Return for each rank the seconds in which its actions ran, without what pairs waited inside."""
+        return [sum(work for _, work in _works(record.events)) for record in self.records]
+
     def costs(self) -> Costs:
         """Return the median time of each kind of action on each stage, and of pairs, messages taking no time.
 
@@ -158,11 +162,9 @@ class Trace:
         return Costs(forward, half, weight, pair=paired if pairs else None)
 
     def message_time(self) -> float:
-        """Return the median time of messages, from the end of the action that made one until a rank that waited had it."""
-        ends: dict[tuple[int | None, Entry], float] = {
-            (rank, part): event.end for rank, event in self.events(RUN) for part in event.what.parts
-        }
-        waits = ((event, ends.get((event.peer, event.what))) for _, event in self.events(WAIT))
+        """Return the median time of messages, from when one could leave until a rank that waited had it."""
+        left = {(rank, event.what): event.start for rank, event in self.events(SEND)}
+        waits = ((event, left.get((event.peer or 0, event.what))) for _, event in self.events(WAIT))
         return _median(
             [event.end - made for event, made in waits if made is not None and event.start < made < event.end]
         )

@@ -88,6 +88,24 @@ def test_a_pair_costs_nothing_for_the_message_that_it_waits_for_inside() -> None
     trace = Trace("late", records)
     assert waits > 8 and trace.makespan > prompt.makespan + 4 * 3.0
     assert trace.costs() == prompt.costs() and trace.costs().pair == (1.75,) * 4
+    # The time is the longer step's, and what the ranks did in it is the same: the rest is bubble.
+    before, chart = chart_of_trace(prompt), chart_of_trace(trace)
+    for rank in (0, 1):
+        assert (1 - chart.idle(rank)) * chart.end == pytest.approx((1 - before.idle(rank)) * before.end)
+    assert f"bubble {max(map(chart.idle, (0, 1))):.1%}" in chart.title
+
+
+def test_a_message_takes_its_time_from_when_it_could_leave_also_out_of_the_middle_of_a_pair() -> None:
+    """The result of a pair's forward leaves before its backward is done."""
+    records = [RankRecord(0), RankRecord(1)]
+    forward, pair = parse_entry("1F0"), parse_entry("(0F1|0B0)")
+    assert isinstance(forward, Action) and isinstance(pair, Pair)
+    records[0].add(RUN, parse_entry("0F0"), 0, 1)
+    records[0].add(RUN, pair, 1, 5)
+    records[0].add(SEND, pair.parts[0], 2, 3, 1)
+    records[1].add(WAIT, pair.parts[0], 1, 3.5, 0)
+    records[1].add(RUN, forward, 3.5, 4)
+    assert Trace("pair", records).message_time() == 1.5
 
 
 def test_a_ranks_share_is_the_average_and_a_whole_backward_two_halves() -> None:

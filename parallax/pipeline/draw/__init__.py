@@ -13,7 +13,7 @@ its parts. A chart is plain data, made of (rank, entry, start, end): what a real
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallax.pipeline.actions import Action, Entry, Schedule
 from parallax.pipeline.simulator import Simulation
@@ -41,6 +41,7 @@ class Chart:
     in_flight: (time, micro-batches that are held from then on), in order of time.
     num_tones: how many tones a colour has.
     lighter: what the lighter tones are, in words; empty if there is one tone.
+    waited: for each rank how long it waited inside of its blocks, as pairs do for what their backward takes; empty for not at all.
     """
 
     title: str
@@ -49,6 +50,7 @@ class Chart:
     end: float
     num_tones: int
     lighter: str = ""
+    waited: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> list[str]:
@@ -63,7 +65,8 @@ class Chart:
 
     def idle(self, rank: int) -> float:
         """Return which part of the time `rank` did nothing."""
-        return 1 - sum(block.end - block.start for block in self.rows[rank]) / self.end
+        waited = self.waited[rank] if self.waited else 0.0
+        return 1 - (sum(block.end - block.start for block in self.rows[rank]) - waited) / self.end
 
     @property
     def shortest(self) -> float:
@@ -126,10 +129,12 @@ def chart_of_rows(title: str, num_ranks: int, rows: Iterable[tuple[int, Entry, f
 def chart_of_trace(trace: Trace) -> Chart:
     """Return the chart of what ran, on an axis in seconds."""
     rows = [(rank, event.what, event.start, event.end) for rank, event in trace.events(RUN)]
-    busy = [sum(end - start for at, _, start, end in rows if at == rank) for rank in range(len(trace.records))]
+    drawn = [sum(end - start for at, _, start, end in rows if at == rank) for rank in range(len(trace.records))]
+    busy = trace.busy()
     worst = 1 - min(busy) / trace.makespan
     title = f"{trace.name}, recorded: {len(busy)} ranks, time {trace.makespan:g} s, bubble {worst:.1%}"
-    return chart_of_rows(title, len(trace.records), rows)
+    waited = tuple(all_of_it - work for all_of_it, work in zip(drawn, busy, strict=True))
+    return replace(chart_of_rows(title, len(trace.records), rows), waited=waited)
 
 
 def _in_flight(row: Sequence[Block]) -> tuple[tuple[float, int], ...]:
