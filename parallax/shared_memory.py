@@ -244,10 +244,13 @@ def join(
     if obstacle is None:
         mine["home"] = _home()
         if rank == 0:
-            descriptor = os.memfd_create(f"parallax-{name}")
-            os.ftruncate(descriptor, _segment_bytes(ranks))
             token = secrets.token_bytes(_TOKEN_BYTES)
-            os.pwrite(descriptor, token, _slots_start(ranks))  # where a slot will be
+            try:
+                descriptor = os.memfd_create(f"parallax-{name}")
+                os.ftruncate(descriptor, _segment_bytes(ranks))
+                os.pwrite(descriptor, token, _slots_start(ranks))  # where a slot will be
+            except OSError as error:  # the process may have a limit of files' sizes, or of open ones
+                mine["obstacle"] = f"no memory to share can be made ({error.strerror})"
             mine.update(descriptor=descriptor, token=token.hex())
     try:
         everyone = gather(mine)

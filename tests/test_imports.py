@@ -144,10 +144,11 @@ def test_nothing_is_pickled_or_unpickled() -> None:
     [
         "parallax",
         "parallax.errors, parallax.mesh, parallax.resolve",
+        "parallax.checkpoint.verify, parallax.checkpoint.find, parallax.cli.main",
         ", ".join(sorted(name for name in MODULES if name.endswith(".options"))),
     ],
 )
-def test_options_are_known_without_importing_torch(modules: str) -> None:
+def test_options_are_known_and_checkpoints_verified_without_importing_torch(modules: str) -> None:
     program = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

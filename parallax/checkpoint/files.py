@@ -7,7 +7,6 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from parallax.checkpoint import blocks
 from parallax.checkpoint.blocks import BlockHasher, block_of, checksum, cut
@@ -16,39 +15,52 @@ from parallax.errors import ConfigError
 from parallax.storage import Location, RemoteFile, RemotePath, num_bytes
 
 READ_BYTES = 4 << 20
+THREADS = 4  # that read and prove blocks or files: one disk may be faster than one core computes checksums
+
+
+class FileThreads:
+    """The threads of one save: one computes checksums, the other waits for the disk. A context manager."""
+
+    def __init__(self) -> None:
+        self.hashing, self.syncing = ThreadPoolExecutor(1, "hash"), ThreadPoolExecutor(1, "sync")
+
+    def __enter__(self) -> FileThreads:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        for threads in (self.hashing, self.syncing):
+            threads.shutdown(wait=error is None, cancel_futures=True)  # Ctrl-C does not wait for a disk that hangs
 
 
 class HashingFile:
     """A new file, written from front to back, hashed on the way and synced at its end.
 
-    Large parts are hashed by a thread while they are written. num_bytes: of the whole file; when they are there a thread has the
-    disk take them, beside what is written to other files.
+    threads: hash large parts while they are written, and have the disk take the file when all of its num_bytes are there, while
+    others are written; None to do one after the other.
     """
 
-    def __init__(self, path: Location, num_bytes: int | None = None) -> None:
+    def __init__(self, path: Location, num_bytes: int | None = None, threads: FileThreads | None = None) -> None:
         self._file = path.create() if isinstance(path, RemotePath) else path.open("xb", buffering=0)
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads = threads
         self._syncing: Future[None] | None = None
         self._hash = BlockHasher()
         self._size, self._num_bytes = 0, num_bytes
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`; raise OSError when the disk does not take all of it."""
-        if len(data) < READ_BYTES:
+        if self._threads is None or len(data) < READ_BYTES:
             self._hash.update(data)
             self._write(data)
         else:
-            hashing = self._in_thread(self._hash.update, data)
+            hashing = self._threads.hashing.submit(self._hash.update, data)
             try:
                 self._write(data)
             finally:
                 hashing.result()  # its caller may reuse the memory
-        if self._size == self._num_bytes and not isinstance(self._file, RemoteFile):
-            self._syncing = self._in_thread(os.fsync, self._file.fileno())
-
-    def _in_thread(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
-        self._thread = self._thread or ThreadPoolExecutor(1, "file")
-        return self._thread.submit(function, *arguments)
+        # Once: of a failure to write back the system tells the first who asks, and nobody after.
+        is_complete = self._size == self._num_bytes and self._syncing is None
+        if is_complete and self._threads is not None and not isinstance(self._file, RemoteFile):
+            self._syncing = self._threads.syncing.submit(os.fsync, self._file.fileno())
 
     def _write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
@@ -69,9 +81,8 @@ class HashingFile:
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        if self._thread is not None:
-            self._thread.shutdown()  # before the descriptor that it may be syncing is another file's
-            self._thread = None
+        if self._syncing is not None and not self._syncing.cancel():
+            self._syncing.exception()  # wait: its descriptor may be another file's when this one is closed
         if isinstance(self._file, RemoteFile):
             self._file.abandon()
         else:
@@ -88,12 +99,17 @@ def write_file(path: Location, content: bytes) -> FileRecord:
         file.abandon()
 
 
-def hash_file(path: Location, whole: bool = False) -> tuple[str, ...]:
-    """Return the checksums of a file as the manifest has them; whole: as version 1 had them."""
+def hash_file(path: Location, whole: bool = False, is_given_up: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
+    """Return the checksums of a file as the manifest has them; whole: as version 1 had them.
+
+    is_given_up: whether nobody waits for them any more; then it ends soon, with checksums that mean nothing.
+    """
     state = BlockHasher(whole)
     size, buffer = num_bytes(path), memoryview(bytearray(READ_BYTES))
     with FileReader(path) as file:
         for start in range(0, size, READ_BYTES):
+            if is_given_up():
+                break
             part = buffer[: min(READ_BYTES, size - start)]
             file.read_into(part, start)
             state.update(part)

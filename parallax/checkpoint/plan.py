@@ -160,13 +160,13 @@ def plan_files(groups: dict[str, Sequence[Target]], sources: Sources) -> list[Fi
     held = {name: _held_bytes(content, sources) for name, content in named}
     share = sum(sizes.values()) / len({rank for counts in held.values() for rank in counts})
 
-    def is_anyones(name: str) -> bool:
-        return len(set(held[name].values())) == 1
+    def freedom(name: str) -> tuple[bool, bool]:
+        """What one rank alone has comes first, and what all have in the same way last: it evens out."""
+        return len(held[name]) > 1, len(set(held[name].values())) == 1
 
     loads: Counter[int] = Counter()
     plans = {}
-    # What all have in the same way comes last and evens out.
-    for name, content in sorted(named, key=lambda item: (is_anyones(item[0]), -sizes[item[0]])):
+    for name, content in sorted(named, key=lambda item: (*freedom(item[0]), -sizes[item[0]])):
         counts = held[name]
         able = [rank for rank in counts if loads[rank] < share]
         writer = min(able or counts, key=lambda rank: (-counts[rank] if able else 0, loads[rank], rank))

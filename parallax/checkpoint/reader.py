@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from parallax.checkpoint import blocks
-from parallax.checkpoint.files import FileReader, file_inside
+from parallax.checkpoint.files import THREADS, FileReader, file_inside
 from parallax.checkpoint.geometry import Box
 from parallax.checkpoint.manifest import FileRecord, TensorRecord
 from parallax.checkpoint.parts import DTYPES
@@ -18,7 +18,6 @@ from parallax.storage import Location
 
 READ_BYTES = 32 << 20  # at once
 PAGE_BYTES = 4096  # what a disk and the page cache read at least
-THREADS = 4  # that read and prove blocks: one disk may be faster than one core computes checksums
 
 
 class TensorReader:

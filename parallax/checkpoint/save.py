@@ -22,7 +22,7 @@ from typing import Any
 
 from parallax.checkpoint import place
 from parallax.checkpoint.agreement import Ranks, exchange_or_raise
-from parallax.checkpoint.files import HashingFile, write_file
+from parallax.checkpoint.files import FileThreads, HashingFile, write_file
 from parallax.checkpoint.holdings import gather_sources
 from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord
 from parallax.checkpoint.names import CONFIG, INDEX, MANIFEST, MODEL, OPTIMIZER, STATE, step_name
@@ -140,6 +140,7 @@ class _Writer:
     def __init__(self, folder: Location, ranks: Ranks) -> None:
         self._folder, self._ranks = folder, ranks
         self._opened: dict[str, HashingFile] = {}
+        self._threads = FileThreads()
         self.problems: list[str] = []
         self.records: dict[str, tuple[int, list[str]]] = {}  # size and checksums of each file of tensors
 
@@ -148,26 +149,28 @@ class _Writer:
         try:
             if not self.problems:
                 action()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             self.problems.append(
-                f"rank {self._ranks.rank} cannot write the checkpoint {self._folder} ({error.strerror or error}); "
+                f"rank {self._ranks.rank} cannot write the checkpoint {self._folder} "
+                f"({getattr(error, 'strerror', None) or error}); "
                 "give all ranks write access and enough room there, or another --out"
             )
 
     def write_tensors(self, plan: SavePlan, local: LocalTensors) -> None:
         """Take part in all rounds and write the files that the plan gives to this rank."""
-        for units in plan.rounds:
-            for assembled in transfer(units, local, self._ranks):
-                self.attempt(bind(self._append, assembled.unit.file, assembled.content()))
-        for file in plan.files:
-            if file.writer == self._ranks.rank:
-                self.attempt(bind(self._finish, file))
-        for opened in self._opened.values():
-            opened.abandon()
+        with self._threads:
+            for units in plan.rounds:
+                for assembled in transfer(units, local, self._ranks):
+                    self.attempt(bind(self._append, assembled.unit.file, assembled.content()))
+            for file in plan.files:
+                if file.writer == self._ranks.rank:
+                    self.attempt(bind(self._finish, file))
+            for opened in self._opened.values():
+                opened.abandon()
 
     def _append(self, file: FilePlan, content: bytes | memoryview = b"") -> None:
         if file.name not in self._opened:
-            self._opened[file.name] = HashingFile(self._folder / file.name, file.num_bytes)
+            self._opened[file.name] = HashingFile(self._folder / file.name, file.num_bytes, self._threads)
             self._opened[file.name].write(file.header)
         self._opened[file.name].write(content)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 
-from parallax.checkpoint.files import FileReader, damaged, file_inside, hash_file
+from parallax.checkpoint.files import THREADS, FileReader, damaged, file_inside, hash_file
 from parallax.checkpoint.manifest import FileRecord, Manifest, Slice, read_manifest
 from parallax.checkpoint.names import STATE, is_step, step_name
-from parallax.checkpoint.reader import THREADS
-from parallax.checkpoint.safetensors_file import read_header
+from parallax.checkpoint.safetensors_file import Entry, read_header
 from parallax.checkpoint.state_file import read_state_file
 from parallax.errors import ConfigError
 from parallax.storage import Location, RemotePath, location, names_below, num_bytes
@@ -67,11 +67,16 @@ def check_contents(folder: Location, manifest: Manifest, names: Iterable[str], t
 
     tensors_too: whether tensors are read; who reads them block by block later (parallax.checkpoint.reader) proves them then.
     """
-    slices = _slices_by_file(manifest)
+    slices, given_up = _slices_by_file(manifest), threading.Event()
 
     def check(name: str) -> list[str]:
+        path, record = folder / name, manifest.files[name]
+        holds_tensors = path.suffix == ".safetensors"
         try:
-            return _check_content(folder / name, manifest.files[name], slices.get(name, {}), tensors_too)
+            if tensors_too or not holds_tensors or not record.is_cut:
+                if hash_file(path, not record.is_cut, given_up.is_set) != record.checksums:
+                    return [damaged(path)]
+            return _check_tensors(path, record, slices.get(name, {})) if holds_tensors else []
         except ConfigError as error:
             return error.problems
         except OSError as error:
@@ -81,17 +86,8 @@ def check_contents(folder: Location, manifest: Manifest, names: Iterable[str], t
     try:
         return [problem for found in threads.map(check, names) for problem in found]
     finally:
+        given_up.set()  # with Ctrl-C, say
         threads.shutdown(cancel_futures=True)
-
-
-def _check_content(
-    path: Location, record: FileRecord, expected: dict[str, tuple[str, Slice]], tensors_too: bool
-) -> list[str]:
-    holds_tensors = path.suffix == ".safetensors"
-    if tensors_too or not holds_tensors or not record.is_cut:
-        if hash_file(path, whole=not record.is_cut) != record.checksums:
-            return [damaged(path)]
-    return _check_tensors(path, record, expected) if holds_tensors else []
 
 
 def _check_state(folder: Location, manifest: Manifest) -> list[str]:
@@ -118,7 +114,18 @@ def _check_tensors(path: Location, record: FileRecord, expected: dict[str, tuple
     """Return whether the file's own header and the manifest disagree."""
     # The header alone, not all of the block that it is in: who reads that block's tensors proves it.
     with FileReader(path) as file:
-        header = read_header(path, record.bytes, file.read)
+        try:
+            header = read_header(path, record.bytes, file.read)
+        except ConfigError:
+            header = {}
+    problems = _disagreements(path, header, expected)
+    if problems or not expected:
+        with FileReader(path, record) as file:
+            read_header(path, record.bytes, file.read)  # says so where the block is not what was saved
+    return problems
+
+
+def _disagreements(path: Location, header: Mapping[str, Entry], expected: Mapping[str, tuple[str, Slice]]) -> list[str]:
     for name in sorted(header.keys() | expected.keys()):
         entry, (dtype, one) = header.get(name), expected.get(name, (None, None))
         if entry is None or one is None or (entry.dtype, entry.shape, entry.offset) != (dtype, one.extent, one.offset):

@@ -177,6 +177,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.description = description or str(path)
         self.given = str(path)
         self._space_mark_ids = _space_mark_as_bytes(self._processor)
+        self._files: dict[str, bytes] | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         threads = min(os.cpu_count() or 1, self.max_threads, len(texts)) or 1
@@ -207,7 +208,11 @@ class SentencePieceTokenizer(Tokenizer):
         return name
 
     def files(self) -> dict[str, bytes]:
-        return tokenizer_files.sentencepiece_files(self._processor, self._model)
+        if (
+            self._files is None
+        ):  # once: it encodes all pieces by a tokenizer made for that, whose memory does not come back
+            self._files = tokenizer_files.sentencepiece_files(self._processor, self._model)
+        return dict(self._files)
 
 
 class HuggingFaceTokenizer(Tokenizer):

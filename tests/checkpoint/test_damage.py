@@ -5,12 +5,14 @@ import os
 import pickle
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from parallax.checkpoint import verify as verification
 from parallax.checkpoint.find import find_latest
 from parallax.checkpoint.load import load, read_state
 from parallax.checkpoint.manifest import Manifest, read_manifest
@@ -67,6 +69,38 @@ def test_flipped_bits_anywhere_are_found(folder: Path) -> None:
             assert problems and str(path) in problems[0], (path, position)
         path.write_bytes(good)
     assert verify(folder) == []
+
+
+def test_a_flipped_bit_in_a_header_is_told_as_damage_and_a_header_that_lies_as_a_lie(folder: Path) -> None:
+    path = folder / "model" / "model-00001-of-00001.safetensors"
+    good = path.read_bytes()
+    for position in (3, 9, 40, good.index(b"F32"), good.index(b"data_offsets") + 18):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 16]) + good[position + 1 :])
+        assert refused(folder) == f"{path} is damaged: its checksum is not the one that was saved"
+    path.write_bytes(good.replace(b"F32", b"I32", 1))
+    rewrite_manifest(folder, str(path.relative_to(folder)))
+    assert "and the manifest disagree about the tensor" in refused(folder)
+
+
+def test_a_verification_that_is_broken_off_does_not_read_files_to_their_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "THREADS", 2)
+    ended: list[bool] = []
+
+    def read(path: Path, whole: bool, is_given_up: Callable[[], bool]) -> tuple[str, ...]:
+        if path.suffix == ".json":
+            raise KeyboardInterrupt  # as of the one who waits for it
+        deadline = time.monotonic() + 20
+        while not is_given_up() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(is_given_up())
+        return ()
+
+    monkeypatch.setattr(verification, "hash_file", read)
+    with pytest.raises(KeyboardInterrupt):
+        verify(folder)
+    assert all(ended)
 
 
 def test_a_flipped_bit_is_refused_and_named(folder: Path) -> None:

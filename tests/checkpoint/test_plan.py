@@ -123,3 +123,18 @@ def test_a_file_is_written_by_who_holds_most_of_it() -> None:
         sources[target.name, ""] = Source("F32", (1000,), shares)
     groups = {f"model/{target.name}": [target] for target in targets}
     assert [file.writer for file in plan.plan_files(groups, sources)] == most_of
+
+
+def test_what_one_rank_alone_has_is_given_to_it_before_what_others_could_write() -> None:
+    """As ZeRO 3 leaves files: some on one rank, some on several in other shares, some on all."""
+    sources: Sources = {}
+    groups = {}
+    for i in range(54):
+        name = f"t{i}"
+        ranks = [(1,), (0, 1), (1, 2)][i % 3]
+        sizes = [1000] if len(ranks) == 1 else [400, 600]
+        shares = [Share((rank,), None, 0, size) for rank, size in zip(ranks, sizes, strict=True)]  # type: ignore[arg-type]
+        sources[name, ""] = Source("F32", (1000,), shares)
+        groups[f"model/{name}"] = [plan.Target(name, "F32", (1000,), ((name, ""),))]
+    loads = Counter(file.writer for file in plan.plan_files(groups, sources))
+    assert loads == {0: 18, 1: 18, 2: 18}

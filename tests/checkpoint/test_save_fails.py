@@ -122,12 +122,12 @@ def test_a_state_that_is_no_json_is_refused_before_anything_is_written(tmp_path:
 def test_a_disk_that_fails_while_it_takes_a_file_in_the_background_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Network file systems tell of a full disk only then. The threads that sync the files of tensors must be heard."""
-    plain, failed_in = os.fsync, []
+    """Network file systems tell of a full disk only then, and only once. The thread that syncs files of tensors must be heard."""
+    plain, failed = os.fsync, []
 
     def fails(descriptor: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            failed_in.append(threading.current_thread().name)
+        if threading.current_thread() is not threading.main_thread() and descriptor not in failed:
+            failed.append(descriptor)
             raise OSError(errno.ENOSPC, "No space left on device")
         plain(descriptor)
 
@@ -136,7 +136,20 @@ def test_a_disk_that_fails_while_it_takes_a_file_in_the_background_fails_the_sav
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(ConfigError, match=r"cannot write the checkpoint .*No space left on device"):
         save(str(tmp_path / "run"), 100, parts, mesh)
-    assert failed_in and list((tmp_path / "run").iterdir()) == []
+    assert failed and list((tmp_path / "run").iterdir()) == []
     monkeypatch.undo()
     save(str(tmp_path / "run"), 100, parts, mesh)
     assert verify(tmp_path / "run" / "step-00000100") == []
+
+
+def test_a_thread_that_cannot_be_started_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = single_process_mesh()
+    parts = build_parts(mesh, LLAMA, zero=1, seed=1, fill=True)
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ConfigError, match=r"cannot write the checkpoint .*can't start new thread"):
+        save(str(tmp_path / "run"), 100, parts, mesh)
+    assert list((tmp_path / "run").iterdir()) == []

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from parallax.data import tokenizer_files
 from parallax.data.corpus import Corpus, standard_library
 from parallax.data.default_tokenizer import train
 from parallax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -197,6 +198,16 @@ def test_a_tokenizer_that_is_none_is_said_so(tmp_path: Path) -> None:
         (folder / "tokenizer_config.json").write_text(config)
         with pytest.raises(ConfigError, match=says):
             load_tokenizer(folder)
+
+
+def test_files_are_made_once_and_are_the_callers_own(
+    default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making them leaves a megabyte behind each time, and each save asks for them."""
+    files = default_tokenizer.files()
+    monkeypatch.setattr(tokenizer_files, "sentencepiece_files", None)
+    default_tokenizer.files().clear()
+    assert default_tokenizer.files() == files
 
 
 def test_fingerprints_tell_tokenizers_apart(default_tokenizer: Tokenizer, tmp_path: Path) -> None:

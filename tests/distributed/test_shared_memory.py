@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -307,3 +308,20 @@ def _refused(mesh: Mesh) -> tuple[bool, str | None]:
 
 def test_all_ranks_keep_to_gloo_when_one_cannot_open_the_memory() -> None:
     assert run_ranks(2, _refused) == [(True, "rank 1 may not")] * 2
+
+
+def _limited(mesh: Mesh) -> tuple[bool, str | None]:
+    """Join again as a world in which rank 0 may make no large files, as `ulimit -f` has it."""
+    group = mesh.world
+    assert group is not None
+    if mesh.rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    joined, why_not = shared_memory.join(
+        "test", group.ranks, group.rank, lambda value: collectives.gather_json(value, group), 5.0
+    )
+    return joined is None, why_not
+
+
+def test_all_ranks_keep_to_gloo_when_one_cannot_make_the_memory() -> None:
+    assert run_ranks(2, _limited) == [(True, "rank 0: no memory to share can be made (File too large)")] * 2
