@@ -359,9 +359,14 @@ def leave(main: Callable[[], None]) -> NoReturn:
     """
     status: int | str | None = 0
     try:
-        main()
-    except SystemExit as exit:
-        status = exit.code
+        try:
+            main()
+        except SystemExit as exit:
+            status = exit.code
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = status or 1
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
     if isinstance(status, str):

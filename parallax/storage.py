@@ -179,7 +179,7 @@ def location(given: str | Location) -> Location:
         system, path = url_to_fs(text, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(
-            f"{text} needs a package that is not installed: pip install fsspec, and its package for such addresses ({error})"
+            f"{text} needs a package that is not installed ({error}); pip install -e '.[remote]' brings those for s3:// and gs://"
         ) from None
     except Exception as error:
         raise ConfigError(f"{text} cannot be opened: {error}") from None

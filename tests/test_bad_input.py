@@ -98,3 +98,12 @@ def test_under_a_launcher_one_rank_speaks(words: str, sentence: str, tmp_path: P
     assert ours[0].startswith(f"pretrain.py: error: {sentence}")
     assert f'File "{ROOT}' not in result.stderr  # a frame of ours in a traceback
     assert "exitcode  : 2" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--help", "--dry-run"])
+def test_a_reader_that_has_enough_of_the_output_gets_no_traceback(option: str) -> None:
+    process = subprocess.Popen([sys.executable, ROOT / "pretrain.py", option], stdout=-1, stderr=-1, cwd=ROOT)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 1

@@ -98,6 +98,9 @@ def fingerprint_of(records: Sequence[DataFile]) -> str:
     return digest(*parts)
 
 
+_MOST_NAMED = 3  # of files that differ in the same way
+
+
 def changed_files(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> list[str]:
     """Return, each as a clause, in which files two lists of records differ."""
 
@@ -108,7 +111,14 @@ def changed_files(before: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]])
         return result
 
     old, new = by_name(before), by_name(now)
-    clauses = [f"the data file {name} is no longer among them" for name in old if name not in new]
-    clauses += [f"the data file {name} is new" for name in new if name not in old]
-    clauses += [f"the data file {name} has changed" for name in old if name in new and old[name] != new[name]]
-    return clauses
+    return [
+        *_told([name for name in old if name not in new], "is no longer among them", "are no longer among them"),
+        *_told([name for name in new if name not in old], "is new", "are new"),
+        *_told([name for name in old if name in new and old[name] != new[name]], "has changed", "have changed"),
+    ]
+
+
+def _told(names: Sequence[str], one: str, many: str) -> list[str]:
+    if len(names) > _MOST_NAMED:
+        return [f"{len(names):,} data files {many}, such as {names[0]}"]
+    return [f"the data file {name} {one}" for name in names]

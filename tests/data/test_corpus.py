@@ -157,6 +157,11 @@ def test_changed_new_and_missing_files_are_named() -> None:
         "the data file d has changed",
     ]
     assert changed_files(before, before) == []
+    many = [(f"{number}.py", 1, "x") for number in range(700)]
+    assert changed_files(before, many) == [
+        "4 data files are no longer among them, such as a",
+        "700 data files are new, such as 0.py",
+    ]
 
 
 def test_the_digest_of_a_large_corpus_is_cached_until_a_file_changes(

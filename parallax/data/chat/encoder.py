@@ -53,7 +53,7 @@ def load_chat_encoder(tokenizer: str | None, template: str | None) -> tuple[Toke
     """
     if problems := check_template(tokenizer, template):
         raise ConfigError(problems)
-    source = _without_transformers(find_tokenizer(tokenizer))
+    source = _ours_if_it_is(find_tokenizer(tokenizer), template)
     opened = load_tokenizer(tokenizer if source.kind != "sentencepiece" else source.path)
     encoder: ChatEncoder
     if source.kind == "huggingface":
@@ -87,16 +87,25 @@ def problem_of_ids(tokenizer: Tokenizer, encoder: ChatEncoder, vocab_size: int) 
     )
 
 
-def _without_transformers(source: TokenizerSource) -> TokenizerSource:
-    """Return the sentencepiece model beside a tokenizer.json that was made of it by us, where there is no `transformers`.
+def _ours_if_it_is(source: TokenizerSource, template: str | None) -> TokenizerSource:
+    """Return the sentencepiece model beside a tokenizer.json that was made of it by us, also where there is `transformers`: so a
+    run is the same with and without it.
 
-    Another's tokenizer.json may have more tokens than the model, so that goes on to ask for transformers.
+    Another's tokenizer.json may have more tokens than the model, and another's template needs `transformers`.
     """
-    if source.kind != "huggingface" or source.path is None or find_spec("transformers") is not None:
+    if source.kind != "huggingface" or source.path is None:
         return source
     model = source.path.with_name("tokenizer.model")
-    if not model.is_file() or load_tokenizer(model).files().get("tokenizer.json") != source.path.read_bytes():
+    if not model.is_file():
         return source
+    opened = load_tokenizer(model)
+    if opened.files().get("tokenizer.json") != source.path.read_bytes():
+        return source
+    if template is None and find_spec("transformers") is not None:
+        try:
+            _template_beside(model, opened)
+        except ConfigError:
+            return source
     return TokenizerSource("sentencepiece", model)
 
 

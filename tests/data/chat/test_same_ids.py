@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from parallax.data.chat.encoded import ChatEncoder, spans, token_weights
 from parallax.data.chat.encoder import load_chat_encoder
+from parallax.data.chat.hugging_face import load_hugging_face
 from parallax.data.chat.records import Chat, to_chat
 from parallax.data.tokenizers import load_tokenizer
 from parallax.errors import ConfigError
@@ -251,14 +252,18 @@ def test_a_checkpoint_of_such_a_model_goes_on_with_the_template_that_it_was_trai
     assert load_chat_encoder(str(tmp_path / "chatml"), "plain")[1].name == "plain"
 
 
-def test_a_run_of_ours_is_fine_tuned_without_transformers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It saves its sentencepiece model beside tokenizer.json, and both give the same ids."""
+def test_a_run_of_ours_is_the_same_with_and_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves its sentencepiece model beside tokenizer.json, and both give the same ids. So a run goes on when it is installed."""
     chat = to_chat({"messages": [{"role": r, "content": c} for r, c in (("user", "f(x)?"), ("assistant", "No: > \n"))]})
     load_tokenizer(None).save(tmp_path)
     assert (tmp_path / "tokenizer.json").is_file()
-    _, with_it = load_chat_encoder(str(tmp_path), None)
+    installed, used = load_chat_encoder(str(tmp_path), None)
+    with_it = load_hugging_face(tmp_path / "tokenizer.json", load_tokenizer(str(tmp_path)), str(tmp_path), None)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    _, without = load_chat_encoder(str(tmp_path), None)
+    tokenizer, without = load_chat_encoder(str(tmp_path), None)
+    assert (tokenizer.fingerprint, without.fingerprint) == (installed.fingerprint, used.fingerprint)
     assert type(with_it) is not type(without)
     first, second = with_it.encode(chat), without.encode(chat)
     assert first.input_ids == second.input_ids
