@@ -6,7 +6,7 @@ A table of layouts and of everything else that may not matter. A part of it runs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,12 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def _slow(table: Iterable[str], *slow: str) -> list[Any]:
+    """Return the layouts of a table, some of which, that another one covers by and large, run with `-m slow` only."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in table]
+
+
+@pytest.mark.parametrize("layout", _slow(LAYOUTS, "tp4"))
 def test_losses_and_norms_equal_those_of_one_process(layout: str) -> None:
     _check(LAYOUTS[layout], ALWAYS[layout])
 
@@ -108,7 +113,7 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.parametrize("layout", SCHEDULED)
+@pytest.mark.parametrize("layout", _slow(SCHEDULED, "tp2 pp2"))
 def test_every_schedule_equals_one_process(layout: str) -> None:
     _check(LAYOUTS[layout], SCHEDULED[layout])
 
@@ -183,12 +188,12 @@ WITH_MUON = {
 }
 
 
-@pytest.mark.parametrize("layout", WITH_MUON)
+@pytest.mark.parametrize("layout", _slow(WITH_MUON, "tp2"))
 def test_muon_updates_whole_matrices_in_every_layout(layout: str) -> None:
     _check(LAYOUTS.get(layout) or MORE_LAYOUTS[layout], WITH_MUON[layout])
 
 
-@pytest.mark.parametrize("layout", SHARDED)
+@pytest.mark.parametrize("layout", _slow(SHARDED, "pp2 dp2", "tp2 dp4", "tp2 pp2"))
 def test_sharded_gradients_and_parameters_change_no_loss(layout: str) -> None:
     _check(LAYOUTS.get(layout) or MORE_LAYOUTS[layout], SHARDED[layout])
 

@@ -72,7 +72,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2", "pp2", *(pytest.param(name, marks=SLOW) for name in ("tp4", "dp2", "tp2 pp2"))]
+    "layout", ["tp2", *(pytest.param(name, marks=SLOW) for name in ("pp2", "tp4", "dp2", "tp2 pp2"))]
 )
 def test_losses_and_norms_equal_those_of_one_process(layout: str) -> None:
     where, cases = CASES[layout]
