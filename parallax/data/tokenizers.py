@@ -208,9 +208,8 @@ class SentencePieceTokenizer(Tokenizer):
         return name
 
     def files(self) -> dict[str, bytes]:
-        if (
-            self._files is None
-        ):  # once: it encodes all pieces by a tokenizer made for that, whose memory does not come back
+        # Once: it encodes all pieces by a tokenizer made for that, whose memory does not come back.
+        if self._files is None:
             self._files = tokenizer_files.sentencepiece_files(self._processor, self._model)
         return dict(self._files)
 

@@ -163,8 +163,10 @@ class Trace:
 
     def message_time(self) -> float:
         """Return the median time of messages, from when one could leave until a rank that waited had it."""
-        left = {(rank, event.what): event.start for rank, event in self.events(SEND)}
-        waits = ((event, left.get((event.peer or 0, event.what))) for _, event in self.events(WAIT))
+        left: dict[tuple[int | None, Entry], float] = {
+            (rank, event.what): event.start for rank, event in self.events(SEND)
+        }
+        waits = ((event, left.get((event.peer, event.what))) for _, event in self.events(WAIT))
         return _median(
             [event.end - made for event, made in waits if made is not None and event.start < made < event.end]
         )

@@ -98,7 +98,10 @@ def _ours_if_it_is(source: TokenizerSource, template: str | None) -> TokenizerSo
     model = source.path.with_name("tokenizer.model")
     if not model.is_file():
         return source
-    opened = load_tokenizer(model)
+    try:
+        opened = load_tokenizer(model)
+    except ConfigError:  # it has this name and is no sentencepiece model, as Llama 3's
+        return source
     if opened.files().get("tokenizer.json") != source.path.read_bytes():
         return source
     if template is None and find_spec("transformers") is not None:

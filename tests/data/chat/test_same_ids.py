@@ -252,6 +252,16 @@ def test_a_checkpoint_of_such_a_model_goes_on_with_the_template_that_it_was_trai
     assert load_chat_encoder(str(tmp_path / "chatml"), "plain")[1].name == "plain"
 
 
+def test_a_tokenizer_model_of_another_format_beside_tokenizer_json_is_left_alone(tmp_path: Path) -> None:
+    """Llama 3 brings a list of tokens of that name."""
+    load_tokenizer("bytes").save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(made.LLAMA2)
+    _, alone = load_chat_encoder(str(tmp_path), None)
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    _, beside = load_chat_encoder(str(tmp_path), None)
+    assert beside.fingerprint == alone.fingerprint
+
+
 def test_a_run_of_ours_is_the_same_with_and_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
